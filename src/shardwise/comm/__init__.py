@@ -1,0 +1,1 @@
+"""The network: one protocol (``base``), four implementations of it."""

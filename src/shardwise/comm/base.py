@@ -1,0 +1,101 @@
+"""What the runtime needs of a network: one ``Comm`` per mesh axis, and the rule by which gradients are summed.
+
+Every collective works in place on equal consecutive parts of one flat buffer: part ``r`` belongs to rank ``r``. A call
+posts its transfers and returns a ``Work`` to wait for, or None when the work was queued on the current device stream.
+Read ``process_group.py`` for real networks, ``threads.py`` for ranks as threads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Comm", "Key", "Mesh", "Verb", "Work", "part", "rank_order_mean"]
+
+
+class Verb(IntEnum):
+    """Why a collective is made. Unlike verbs never meet."""
+
+    UNSHARD = 0
+    REFRESH = 1
+    REDUCE = 2
+    FINALIZE_SCATTER = 3
+    FINALIZE_GATHER = 4
+    RECORD = 5
+    BROADCAST = 6
+    ACCESS = 7
+
+
+@dataclass(frozen=True)
+class Key:
+    """Identity of one collective on one axis: equal on all ranks, used once.
+
+    ``index`` is the bucket's number in the model, ``sequence`` counts the calls of this verb on that bucket, ``label``
+    is what an error message shows (unit and parameters).
+    """
+
+    index: int
+    verb: Verb
+    sequence: int
+    label: str
+
+
+class Work(Protocol):
+    """Transfers in flight. ``wait`` returns when the result is in the buffer; it may do the local arithmetic."""
+
+    def wait(self) -> None:
+        """Block until the result is complete; a second call does nothing."""
+
+
+class Comm(Protocol):
+    """Collectives over one axis of the mesh, seen from one rank.
+
+    Buffers are one-dimensional, contiguous, of ``size * n`` elements with the same ``n`` on every rank.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's coordinate on the axis."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+
+    def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
+        """Fill part ``r`` of ``buffer`` with rank ``r``'s part ``r``; this rank's own part is the source."""
+
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, key: Key, *, wire: torch.dtype, sum: torch.dtype) -> Work | None:
+        """Write into ``out`` the mean over the ranks of their part ``self.rank``.
+
+        Each part is rounded to ``wire`` (this rank's too), the sum is made in rank order in ``sum``, divided by the
+        number of ranks and rounded once to ``out.dtype``. ``out`` (n elements) may be this rank's part of ``buffer``;
+        the other parts are left as they are.
+        """
+
+    def broadcast(self, buffer: Tensor, source: int, key: Key) -> Work | None:
+        """Fill ``buffer`` (any length) with rank ``source``'s."""
+
+
+Mesh = Mapping[str, Comm]  # axis name -> communicator, outermost axis first
+
+
+def part(buffer: Tensor, index: int, num_parts: int) -> Tensor:
+    """Return part ``index`` of ``num_parts`` equal consecutive parts of a flat buffer, as a view."""
+    length = buffer.numel() // num_parts
+    return buffer[index * length : (index + 1) * length]
+
+
+def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> None:
+    """Add ``parts`` one after the other in ``sum``, divide by their number, round once into ``out``.
+
+    ``out`` may be one of the parts. ``torch.sum`` over stacked parts would not keep the order (its result depends on
+    the column), and a product with the reciprocal would round twice for three ranks.
+    """
+    total = parts[0].to(sum) if parts[0].dtype != sum else parts[0].clone()
+    for other in parts[1:]:
+        total.add_(other)
+    total.div_(len(parts))
+    out.copy_(total)

@@ -1,0 +1,1 @@
+"""Models that ship with the library, for the demo and for benchmarks."""

@@ -1,0 +1,1 @@
+"""Pure tensor arithmetic: norms and the loss scale."""

@@ -1,0 +1,1 @@
+"""Adapters between torch optimizers and the flat shards."""

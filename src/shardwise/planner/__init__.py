@@ -1,0 +1,1 @@
+"""Numbers known before anything is allocated."""

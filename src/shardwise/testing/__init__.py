@@ -1,0 +1,1 @@
+"""Instruments for tests: ranks as threads, small models, deferred lanes."""
