@@ -1,0 +1,57 @@
+# Every target sets itself up in .venv. It needs python3 >= 3.11 with venv, and a package index for the first run.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench gpu-check size clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Done once, and again when the declared or the pinned versions change.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)  ## train a small language model at stages 0 to 3 on two local ranks and print one table
+	$(BIN)/shardwise demo
+
+test: $(STAMP)  ## run the tests, without the large matrix
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)  ## run all tests, the large matrix included
+	$(BIN)/python -m pytest -m "matrix or not matrix"
+
+check: $(STAMP)  ## style, types, layers, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+bench: $(STAMP)  ## run every benchmark in benchmarks/
+	@found=0; for file in benchmarks/*.py; do \
+		[ -e "$$file" ] || continue; \
+		found=1; echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
+	done; [ $$found = 1 ] || echo "no benchmarks: not run"
+
+gpu-check: $(STAMP)  ## run the GPU tests where there is a CUDA device
+	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		echo "no CUDA device: not run"; \
+	elif [ ! -d tests/gpu ]; then \
+		echo "no tests in tests/gpu: not run"; \
+	else \
+		$(BIN)/python -m pytest tests/gpu; \
+	fi
+
+size: $(STAMP)  ## lines, tokens per line, longest function and attributes per class of each file
+	$(BIN)/python scripts/size
+
+clean:  ## remove caches and builds, keep .venv
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
