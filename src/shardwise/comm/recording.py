@@ -1,7 +1,7 @@
 """A communicator that wraps another and writes down what each call sends, for plans, tests and golden traces.
 
 Owns ``Event``, ``Log``, ``RecordingComm`` and ``record``. Counts are what this rank must send when every part travels
-once to every peer that needs it; retries and protocol bytes are not in it. May import ``base`` only.
+once to every peer that needs it; retries and protocol bytes are not in it. May import ``base`` and ``board``.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Key, Mesh, Verb, Work
+from shardwise.comm.board import Abortable
 
 __all__ = ["Event", "Log", "RecordingComm", "record"]
 
@@ -116,6 +117,11 @@ class RecordingComm:
         sent_elements = (self.size - 1) * buffer.numel() if self.rank == source else 0
         self._append("broadcast", key, sent_elements, buffer.dtype)
         return self.comm.broadcast(buffer, source, key)
+
+    def abort(self, error: BaseException) -> None:
+        """Wake the peers, where ``comm`` can."""
+        if isinstance(self.comm, Abortable):
+            self.comm.abort(error)
 
     def _append(self, operation: str, key: Key, sent_elements: int, dtype: torch.dtype) -> None:
         sent_bytes = sent_elements * dtype.itemsize

@@ -219,6 +219,10 @@ class ThreadComm:
         data = buffer.detach().clone() if self._rank == source else None
         return self._post(key, f"broadcast from rank {source}", buffer.numel(), data, buffer.dtype, read)
 
+    def abort(self, error: BaseException) -> None:
+        """Tell the peers that this rank failed with ``error``, and wake those that wait for it."""
+        self.exchange.abort(self._rank, error)
+
     def _post(
         self,
         key: Key,

@@ -4,19 +4,34 @@ Owns ``run_ranks``, ``run_processes`` and ``coordinates``. A rank is like a fres
 thread, no random state is touched. Bring a ``torch.Generator`` for random numbers: threads share the global one.
 """
 
+import importlib.util
+import inspect
 import itertools
 import math
+import multiprocessing
+import pickle
+import sys
+import tempfile
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from shardwise.comm.base import Comm, Mesh
+from shardwise.comm.board import abort_mesh
+from shardwise.comm.process_group import gloo_mesh
 from shardwise.comm.threads import Exchange, Match, ThreadComm
 from shardwise.errors import ConfigError
 
-__all__ = ["coordinates", "flat_rank", "run_ranks"]
+__all__ = ["coordinates", "flat_rank", "run_processes", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -101,6 +116,90 @@ def run_ranks(
     return results
 
 
+@overload
+def run_processes(
+    num_ranks: int | Mapping[str, int],
+    body: Callable[[Mesh], T],
+    *,
+    timeout: float = 60.0,
+    comm_timeout: float | None = None,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def run_processes(
+    num_ranks: int | Mapping[str, int],
+    body: Callable[[Mesh], T],
+    *,
+    timeout: float = 60.0,
+    comm_timeout: float | None = None,
+    return_exceptions: Literal[True],
+) -> list[T | BaseException]: ...
+
+
+def run_processes(
+    num_ranks: int | Mapping[str, int],
+    body: Callable[[Mesh], T],
+    *,
+    timeout: float = 60.0,
+    comm_timeout: float | None = None,
+    return_exceptions: bool = False,
+) -> Any:
+    """Return what ``body(mesh)`` returns on each rank of a new gloo group: ``run_processes(2, body)``.
+
+    Args:
+        num_ranks: as for ``run_ranks``.
+        body: a function at the top of a module; it and its results must be picklable.
+        timeout: seconds after which the processes still alive are killed.
+        comm_timeout: seconds that one wait may last; ``timeout`` if None.
+        return_exceptions: put a rank's exception in the list instead of raising the first one.
+
+    Raises:
+        Exception: what the first rank to fail raised, with its traceback as a note.
+        ChildProcessError: a rank died without a word, before any other failed.
+        TimeoutError: a rank did not end in time.
+    """
+    shape = _shape(num_ranks)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "shardwise.testing.ranks"])
+    processes: list[ForkServerProcess] = []
+    pipes: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        try:
+            for rank in range(math.prod(shape.values())):
+                ours, theirs = context.Pipe(duplex=False)
+                job = _Job(
+                    module=body.__module__,
+                    file=inspect.getfile(body),
+                    name=body.__qualname__,
+                    shape=shape,
+                    rank=rank,
+                    rendezvous=Path(folder) / "rendezvous",
+                    timeout=comm_timeout or timeout,
+                )
+                process = context.Process(target=_rank_main, args=(job, theirs), name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            endings = _collect(processes, pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+    failed = {rank: ending for rank, ending in enumerate(endings) if ending.error is not None}
+    if failed and not return_exceptions:
+        first = min(failed, key=lambda rank: failed[rank].seconds)
+        error = failed[first].error
+        assert error is not None
+        error.add_note(f"raised on rank {first} of {len(endings)}\n{failed[first].traceback}")
+        raise error
+    return [ending.result if ending.error is None else ending.error for ending in endings]
+
+
 def coordinates(mesh: Mesh) -> dict[str, int]:
     """Return this rank's coordinate on each axis: ``{"node": 1, "local": 0}``."""
     return {axis: comm.rank for axis, comm in mesh.items()}
@@ -132,3 +231,89 @@ def _thread_meshes(shape: dict[str, int], match: Match, timeout: float) -> list[
                 exchanges[line] = Exchange(axis, size, match=match, timeout=timeout)
             mesh[axis] = ThreadComm(exchanges[line], place[dim])
     return meshes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What a process needs to know; the body by place, because a test module may not be importable by name."""
+
+    module: str
+    file: str
+    name: str
+    shape: dict[str, int]
+    rank: int
+    rendezvous: Path
+    timeout: float
+
+    def load_body(self) -> Callable[[Mesh], object]:
+        with suppress(ImportError):
+            return _find(importlib.import_module(self.module), self.name)
+        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        spec.loader.exec_module(module)
+        return _find(module, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """How a rank ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    seconds: float  # on the clock that all processes of a machine share
+
+
+def _find(module: object, name: str) -> Callable[[Mesh], object]:
+    found: Callable[[Mesh], object] = getattr(module, name)
+    return found
+
+
+def _rank_main(job: _Job, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        with gloo_mesh(job.shape, job.rank, job.rendezvous, timeout=job.timeout) as mesh:
+            try:
+                _tell(pipe, _Ending(result=job.load_body()(mesh), seconds=time.monotonic()))
+            except BaseException as error:
+                _tell(pipe, _Ending(error=error, traceback=traceback.format_exc(), seconds=time.monotonic()))
+                abort_mesh(mesh, error)
+    except BaseException as error:  # no group, or none any more; if there is a first message, this one is ignored
+        _tell(pipe, _Ending(error=error, traceback=traceback.format_exc(), seconds=time.monotonic()))
+
+
+def _tell(pipe: Connection, ending: _Ending) -> None:
+    # Plain pickle: multiprocessing would pass tensors in shared memory that dies with this process.
+    try:
+        message = pickle.dumps(ending)
+        pickle.loads(message)  # noqa: S301 - some exceptions can be pickled but not read back
+    except Exception as error:
+        told = RuntimeError(f"a rank ended with what cannot be pickled ({error}): {ending.result} {ending.error!r}")
+        message = pickle.dumps(_Ending(error=told, traceback=ending.traceback, seconds=ending.seconds))
+    pipe.send_bytes(message)
+
+
+def _collect(processes: list[ForkServerProcess], pipes: list[Connection], deadline: float) -> list[_Ending]:
+    endings: dict[int, _Ending] = {}
+    while len(endings) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in endings}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
+            try:
+                endings[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own child
+            except EOFError:
+                processes[rank].join()
+                words = f"rank {rank} ended with exit code {processes[rank].exitcode} and no result"
+                # It cannot have failed because of the others: they would have woken it with an error.
+                endings[rank] = _Ending(error=ChildProcessError(words), seconds=0.0)
+        if not ready:
+            late = TimeoutError(f"ranks {sorted(waiting.values())} did not end in time and were killed")
+            endings |= {rank: _Ending(error=late, seconds=deadline) for rank in waiting.values()}
+    for process in processes:
+        process.join(timeout=max(0.0, min(deadline - time.monotonic(), 5.0)))
+    return [endings[rank] for rank in range(len(pipes))]
