@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Comm", "Key", "Mesh", "Verb", "Work", "part", "rank_order_mean"]
+__all__ = ["Comm", "Key", "Mesh", "Verb", "Work", "part", "rank_order_mean", "reserve"]
 
 
 class Verb(IntEnum):
@@ -64,6 +64,9 @@ class Comm(Protocol):
     def size(self) -> int:
         """Number of ranks on the axis."""
 
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` bucket numbers that no key on this axis has used; equal on all ranks."""
+
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Fill part ``r`` of ``buffer`` with rank ``r``'s part ``r``; this rank's own part is the source."""
 
@@ -80,6 +83,16 @@ class Comm(Protocol):
 
 
 Mesh = Mapping[str, Comm]  # axis name -> communicator, outermost axis first
+
+
+def reserve(mesh: Mesh, count: int) -> int:
+    """Return the first of ``count`` bucket numbers that are free on every axis of the mesh."""
+    starts = {axis: comm.reserve(count) for axis, comm in mesh.items()}
+    first = max(starts.values(), default=0)
+    for axis, start in starts.items():
+        if start < first:  # another model used more numbers on another axis
+            mesh[axis].reserve(first - start)
+    return first
 
 
 def part(buffer: Tensor, index: int, num_parts: int) -> Tensor:

@@ -158,7 +158,7 @@ class ThreadComm:
     """One rank's view of an ``Exchange``; a ``Comm``.
 
     A call takes a snapshot of what the peers need; ``wait`` of the returned work receives and adds. On CUDA both wait
-    for the current stream, which is right for tests and slow.
+    for the whole device, which is right for tests and slow.
     """
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
@@ -262,7 +262,7 @@ class _ThreadWork:
 def _settle(tensor: Tensor) -> None:
     # Peers use other streams: without this a snapshot would be read before it is written.
     if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        torch.cuda.synchronize(tensor.device)
 
 
 def _check_buffer(buffer: Tensor, num_parts: int) -> None:

@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import multiprocessing
-import pickle
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -150,7 +150,8 @@ def run_processes(
 
     Args:
         num_ranks: as for ``run_ranks``.
-        body: a function at the top of a module; it and its results must be picklable.
+        body: a function at the top of a module; what it returns or raises must be picklable. It runs under the
+            environment variables of the first call in this process.
         timeout: seconds after which the processes still alive are killed.
         comm_timeout: seconds that one wait may last; ``timeout`` if None.
         return_exceptions: put a rank's exception in the list instead of raising the first one.
@@ -286,14 +287,20 @@ def _rank_main(job: _Job, pipe: Connection) -> None:
 
 
 def _tell(pipe: Connection, ending: _Ending) -> None:
-    # Plain pickle: multiprocessing would pass tensors in shared memory that dies with this process.
+    # torch would pass tensors as shared memory that dies with this process, one open file each.
+    for kind in (torch.Tensor, torch.nn.Parameter, torch.storage.TypedStorage):
+        reduction.register(kind, _by_value)
     try:
-        message = pickle.dumps(ending)
-        pickle.loads(message)  # noqa: S301 - some exceptions can be pickled but not read back
+        pipe.send(ending)
+    except OSError:
+        raise
     except Exception as error:
-        told = RuntimeError(f"a rank ended with what cannot be pickled ({error}): {ending.result} {ending.error!r}")
-        message = pickle.dumps(_Ending(error=told, traceback=ending.traceback, seconds=ending.seconds))
-    pipe.send_bytes(message)
+        told = RuntimeError(f"a rank ended with what cannot be sent ({error}): {ending.result!r} {ending.error!r}")
+        pipe.send(_Ending(error=told, traceback=ending.traceback, seconds=ending.seconds))
+
+
+def _by_value(value: object) -> Any:
+    return value.__reduce_ex__(2)
 
 
 def _collect(processes: list[ForkServerProcess], pipes: list[Connection], deadline: float) -> list[_Ending]:
@@ -305,12 +312,15 @@ def _collect(processes: list[ForkServerProcess], pipes: list[Connection], deadli
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
             try:
-                endings[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own child
+                endings[rank] = pipe.recv()
             except EOFError:
                 processes[rank].join()
                 words = f"rank {rank} ended with exit code {processes[rank].exitcode} and no result"
                 # It cannot have failed because of the others: they would have woken it with an error.
                 endings[rank] = _Ending(error=ChildProcessError(words), seconds=0.0)
+            except Exception as error:  # what was sent cannot be rebuilt here
+                words = f"rank {rank} ended with what cannot be read ({type(error).__name__}: {error})"
+                endings[rank] = _Ending(error=RuntimeError(words), seconds=time.monotonic())
         if not ready:
             late = TimeoutError(f"ranks {sorted(waiting.values())} did not end in time and were killed")
             endings |= {rank: _Ending(error=late, seconds=deadline) for rank in waiting.values()}
