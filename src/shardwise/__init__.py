@@ -1,0 +1,72 @@
+"""Shardwise: ZeRO for PyTorch. One engine for stages 0 to 3; the public names, nothing else."""
+
+from shardwise.access import (
+    full_gradients,
+    full_optimizer_state,
+    full_parameters,
+    full_state_dict,
+    local_gradients,
+    local_optimizer_state,
+    local_parameters,
+    measured_bytes,
+)
+from shardwise.api import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    no_sync,
+    plan,
+    scale_loss,
+    shard,
+    unshard_model,
+    unsharded,
+)
+from shardwise.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    NonFiniteError,
+    OffloadError,
+    RankMismatchError,
+    ShardwiseError,
+    StateError,
+)
+from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
+from shardwise.precision import LossScale, Precision
+from shardwise.sharding import Sharding, hybrid, stage_sharding
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "LayoutError",
+    "LossScale",
+    "NonFiniteError",
+    "OffloadError",
+    "Precision",
+    "RankMismatchError",
+    "ShardedOptimizer",
+    "Sharding",
+    "ShardwiseError",
+    "StateError",
+    "__version__",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "full_gradients",
+    "full_optimizer_state",
+    "full_parameters",
+    "full_state_dict",
+    "hybrid",
+    "local_gradients",
+    "local_optimizer_state",
+    "local_parameters",
+    "measured_bytes",
+    "no_sync",
+    "plan",
+    "scale_loss",
+    "shard",
+    "shard_optimizer",
+    "stage_sharding",
+    "unshard_model",
+    "unsharded",
+]

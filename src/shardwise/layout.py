@@ -155,7 +155,9 @@ def plan_layout(params: Sequence[ParamSpec], num_ranks: int, *, align: int = DEF
         raise LayoutError(f"parameter names must be unique, these occur twice: {twice}")
     atoms = {param.atom for param in params} or {1}
     if len(atoms) > 1:
-        raise LayoutError(f"one layout holds parameters of one atom, got atoms {sorted(atoms)}: use one bucket per atom")
+        raise LayoutError(
+            f"one layout holds parameters of one atom, got atoms {sorted(atoms)}: use one bucket per atom"
+        )
     atom = atoms.pop()
     if atom < 1:
         raise LayoutError(f"an atom is a number of elements >= 1, got {atom}")

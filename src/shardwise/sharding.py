@@ -30,9 +30,7 @@ class Sharding:
     grad: frozenset[str] = frozenset()
     optim: frozenset[str] = frozenset()
 
-    def __init__(
-        self, *, param: Collection[str] = (), grad: Collection[str] = (), optim: Collection[str] = ()
-    ) -> None:
+    def __init__(self, *, param: Collection[str] = (), grad: Collection[str] = (), optim: Collection[str] = ()) -> None:
         for field, axes in (("param", param), ("grad", grad), ("optim", optim)):
             object.__setattr__(self, field, frozenset([axes] if isinstance(axes, str) else axes))
 

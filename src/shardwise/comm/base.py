@@ -70,7 +70,9 @@ class Comm(Protocol):
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Fill part ``r`` of ``buffer`` with rank ``r``'s part ``r``; this rank's own part is the source."""
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, key: Key, *, wire: torch.dtype, sum: torch.dtype) -> Work | None:
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, key: Key, *, wire: torch.dtype, sum: torch.dtype
+    ) -> Work | None:
         """Write into ``out`` the mean over the ranks of their part ``self.rank``.
 
         Each part is rounded to ``wire`` (this rank's too), the sum is made in rank order in ``sum``, divided by the

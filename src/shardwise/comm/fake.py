@@ -25,6 +25,7 @@ class FakeComm:
             raise ConfigError(f"a rank lies in [0, size), got rank {rank} of size {size}")
         self._rank = rank
         self._size = size
+        self._num_reserved = 0
 
     @property
     def rank(self) -> int:
@@ -35,6 +36,11 @@ class FakeComm:
     def size(self) -> int:
         """Number of ranks on the axis."""
         return self._size
+
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` free bucket numbers."""
+        self._num_reserved += count
+        return self._num_reserved - count
 
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Leave ``buffer`` as it is."""

@@ -83,7 +83,8 @@ class ProcessGroupComm:
         self._deterministic = deterministic
         self._forced = forced
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
-        self._board = Board(cast(Store, group.get_group_store()), axis, self._rank, self._size)
+        self._store = group.get_group_store()
+        self._board = Board(cast(Store, self._store), axis, self._rank, self._size)
         self._last_call: _Call | None = None
         self._closed: str | None = None  # why the group cannot communicate any more
 
@@ -97,14 +98,19 @@ class ProcessGroupComm:
         """Number of ranks on the axis."""
         return self._size
 
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` free bucket numbers; counted in the store, so equal for every user of the group."""
+        return int(self._store.add(f"shardwise/{self.axis}/reserved/{self._rank}", count)) - count
+
     @torch.no_grad()
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Fill part ``r`` of ``buffer`` with rank ``r``'s part ``r``."""
         if not self._has_to_move(buffer):
             return None
         call = self._start("all_gather", key)
+        paired = self._is_paired(buffer)
         own = part(buffer, self._rank, self._size)
-        if not self._is_paired(buffer):
+        if not paired:
             self._native(call, lambda: _all_gather(buffer, own, group=self._group))
             return None
         sends, receives = [], []

@@ -100,6 +100,10 @@ class RecordingComm:
         """Number of ranks on the axis."""
         return self.comm.size
 
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` free bucket numbers."""
+        return self.comm.reserve(count)
+
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Log ``(size - 1)`` times this rank's part."""
         self._append("all_gather", key, (self.size - 1) * (buffer.numel() // self.size), buffer.dtype)

@@ -164,6 +164,7 @@ class ThreadComm:
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange = exchange
         self._rank = rank
+        self._num_reserved = 0
 
     @property
     def rank(self) -> int:
@@ -174,6 +175,11 @@ class ThreadComm:
     def size(self) -> int:
         """Number of ranks on the axis."""
         return self.exchange.size
+
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` free bucket numbers."""
+        self._num_reserved += count
+        return self._num_reserved - count
 
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         """Fill part ``r`` of ``buffer`` with rank ``r``'s part ``r``."""

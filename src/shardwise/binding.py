@@ -1,0 +1,150 @@
+"""The tie between a user's ``nn.Parameter`` objects and one bucket: views, guards, gradient hooks.
+
+The objects stay the user's: only their ``.data`` becomes a view of the flat buffer, and their class changes between
+the original one and a guarded one (``guard.py``).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.guard import GuardAccess, guard_class
+from shardwise.layout import Slot
+from shardwise.modules import NamedParam
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import Unit
+
+__all__ = ["Binding"]
+
+GradReady = Callable[[Unit, int, int, nn.Parameter], None]
+
+
+class Binding(GuardAccess):
+    """The parameters of one bucket.
+
+    Args:
+        runtime: owner of the unit.
+        unit: the bucket's unit.
+        number: the bucket's position in the unit.
+        members: the bucket's parameters, in slot order.
+        inside: says whether a forward of the model or a backward is running.
+        arm: makes sure that the end of a running backward is noticed.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        number: int,
+        members: Sequence[NamedParam],
+        inside: Callable[[], bool],
+        arm: Callable[[], None],
+    ) -> None:
+        self.unit = unit
+        self.number = number
+        self._own = unit.buckets[number]
+        self.members = tuple(members)
+        self._inside = inside
+        self._arm = arm
+        self.runtime = runtime
+        self._slots = {
+            id(member.param): slot for member, slot in zip(members, self.bucket.site.layout.slots, strict=True)
+        }
+        self._originals = tuple(type(member.param) for member in members)
+        self._guards = tuple(guard_class(original, self) for original in self._originals)
+        self._hooks: list[RemovableHandle] = []
+        self.guarded = False
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket."""
+        return self._own
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in slot order."""
+        return [member.param for member in self.members]
+
+    def slot(self, param: Tensor) -> Slot:
+        """Return the place of one of the parameters."""
+        return self._slots[id(param)]
+
+    def attach(self, grad_ready: GradReady) -> None:
+        """Copy the parameters' values into the bucket and make the parameters views of it."""
+        for member, slot in zip(self.members, self.bucket.site.layout.slots, strict=True):
+            view = self.bucket.params.slot_view(slot)
+            view.copy_(member.param.data)
+            member.param.data = view
+            if self.bucket.grads is not None:
+                self._hook(member.param, slot.index, grad_ready)
+
+    def _hook(self, param: nn.Parameter, slot: int, grad_ready: GradReady) -> None:
+        def hook(param: Tensor) -> None:
+            grad_ready(self.unit, self.number, slot, param)  # type: ignore[arg-type]
+
+        self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def release(self, *, keep: bool) -> None:
+        """Unhook and unguard the parameters; if ``keep``, give them memory of their own with their full values."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.set_guard(on=False)
+        for param in self.params:
+            param.data = param.data.clone() if keep else torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def set_guard(self, *, on: bool) -> None:
+        """Switch the parameters' class between the user's and the guarded one."""
+        if on is not self.guarded:
+            for param, cls in zip(self.params, self._guards if on else self._originals, strict=True):
+                param.__class__ = cls
+            self.guarded = on
+
+    def versions(self) -> int:
+        """Return a number that changes when a parameter is edited in place."""
+        return sum(param._version for param in self.params)
+
+    def name(self, param: Tensor) -> str:
+        """Return the parameter's fully qualified name."""
+        return self.slot(param).param.name
+
+    def renumber(self) -> None:
+        """The unit's buckets changed around this one: find its number again."""
+        self.number = self.unit.buckets.index(self._own)
+
+    def inside(self) -> bool:
+        """Whether a forward of the model or a backward is running."""
+        return self._inside()
+
+    def demand(self) -> None:
+        """Gather the bucket now, or wait for what is in flight."""
+        self._arm()
+        self.bucket.unshard()
+        self.bucket.params.wait()
+
+    def readable(self) -> bool:
+        """Whether the whole parameters are in memory; waits for a refresh in flight."""
+        self.bucket.params.settle()
+        return not self.bucket.params.sharded_axes or self.unit.pins > 0
+
+    def editable(self) -> bool:
+        """Whether ``unsharded`` holds the unit."""
+        return self.unit.pins > 0
+
+    def has_separate_master(self) -> bool:
+        """Whether the optimizer updates other memory than the parameters'."""
+        return self.bucket.params.separate_master
+
+    def grad_pending(self, param: Tensor) -> bool:
+        """Whether a gradient for this parameter waits in the bucket."""
+        grads = self.bucket.grads
+        return grads is not None and self.slot(param).index in grads.arrived
+
+    def discard_grad(self, param: Tensor) -> None:
+        """Forget the parameter's gradient."""
+        if self.grad_pending(param):
+            self.bucket.trainable_grads.discard(self.slot(param))
+            self.runtime.grads_version += 1

@@ -1,0 +1,191 @@
+"""From a module tree to buckets: first a plan (pure, also of a meta-device model), then the memory.
+
+``plan_buckets`` groups the parameters of each unit by (dtype, trainable, atom, sharding); the planner and the engine
+read the same result. ``agree_on_values`` makes all ranks start from the same numbers.
+"""
+
+import platform
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from shardwise.comm.base import Key, Mesh, Verb, reserve
+from shardwise.errors import ConfigError, RankMismatchError
+from shardwise.layout import DEFAULT_ALIGN, ParamSpec, plan_layout
+from shardwise.modules import NamedParam, UnitModule, place_params
+from shardwise.planner.memory import BucketPlan
+from shardwise.precision import Precision
+from shardwise.runtime.record import Agreement
+from shardwise.sharding import MeshAxes, Sharding, resolve
+
+__all__ = ["Member", "Settings", "ShardingRule", "agree_on_plan", "agree_on_values", "plan_buckets"]
+
+ShardingRule = Sharding | Callable[[str, nn.Parameter], Sharding | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for, the same on all ranks.
+
+    Attributes:
+        sharding: for every parameter, or a function of its name that may return None for ``default``.
+        default: used where the function returns None.
+        align: start of slots and slices, in elements.
+        initial_values: "broadcast" rank 0's where ranks differ, or "verify" that they do not.
+        keep_last_unit: keep the unit used last gathered from forward to backward.
+        force_collectives: keep axes of one rank, so that a single device runs the whole machinery.
+    """
+
+    sharding: ShardingRule
+    default: Sharding
+    precision: Precision
+    align: int = DEFAULT_ALIGN
+    initial_values: str = "broadcast"
+    keep_last_unit: bool = True
+    force_collectives: bool = False
+
+    def axes(self, sizes: MeshAxes) -> MeshAxes:
+        """Return the axes over which anything moves."""
+        return sizes if self.force_collectives else {axis: size for axis, size in sizes.items() if size > 1}
+
+    def sharding_of(self, name: str, param: nn.Parameter) -> Sharding:
+        """Return one parameter's sharding."""
+        if isinstance(self.sharding, Sharding):
+            return self.sharding
+        chosen = self.sharding(name, param)
+        if chosen is not None and not isinstance(chosen, Sharding):
+            raise ConfigError(f"sharding: the function returned {chosen!r} for {name}, expected a Sharding or None")
+        return chosen or self.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A planned bucket and the parameters that fill it, in slot order."""
+
+    plan: BucketPlan
+    params: tuple[NamedParam, ...]
+
+
+def plan_buckets(
+    model: nn.Module, params: Sequence[NamedParam], units: Sequence[UnitModule], sizes: MeshAxes, settings: Settings
+) -> list[Member]:
+    """Group the parameters into buckets and lay them out.
+
+    Args:
+        model: the root, whose tree says which unit holds a parameter.
+        params: distinct parameters in definition order.
+        units: unit modules, the root first.
+        sizes: every data-parallel axis with its size, outermost first.
+        settings: what the user asked for.
+    """
+    resolve(settings.default, sizes)
+    places = place_params(model, params, units)
+    groups: dict[tuple[object, ...], list[NamedParam]] = {}
+    for p in params:
+        dtype = _stored_dtype(p.param, settings.precision)
+        key = (places[id(p.param)], dtype, p.param.requires_grad, settings.sharding_of(p.name, p.param))
+        groups.setdefault(key, []).append(p)
+    ordered = sorted(groups.items(), key=lambda item: int(item[0][0]))  # type: ignore[call-overload]
+    return [_plan_bucket(key, members, units, sizes, settings, groups) for key, members in ordered]
+
+
+def _plan_bucket(
+    key: tuple[object, ...],
+    members: Sequence[NamedParam],
+    units: Sequence[UnitModule],
+    sizes: MeshAxes,
+    settings: Settings,
+    groups: Mapping[tuple[object, ...], object],
+) -> Member:
+    number, dtype, trainable, sharding = key
+    assert isinstance(number, int) and isinstance(dtype, torch.dtype) and isinstance(sharding, Sharding)
+    resolve(sharding, sizes)  # names an unknown axis even where it has one rank
+    axes = settings.axes(sizes)
+    kept = {
+        field: [axis for axis in getattr(sharding, field) if axis in axes or axis == "*"]
+        for field in ("param", "grad", "optim")
+    }
+    placement = resolve(Sharding(**kept), axes)
+    specs = [
+        ParamSpec(
+            name=p.name,
+            shape=tuple(p.param.shape),
+            dtype=dtype,
+            requires_grad=p.param.requires_grad,
+            aliases=p.aliases,
+        )
+        for p in members
+    ]
+    unit = units[number].name or "root"
+    siblings = sum(1 for other in groups if other[0] == number)
+    suffix = f" ({members[0].name}, ...)" if siblings > 1 else ""
+    return Member(
+        plan=BucketPlan(
+            unit=number,
+            label=f"{unit}{suffix}",
+            layout=plan_layout(specs, placement.num_ranks, align=settings.align),
+            placement=placement,
+            dtypes=settings.precision.of(dtype),
+            trainable=bool(trainable),
+        ),
+        params=tuple(members),
+    )
+
+
+def _stored_dtype(param: nn.Parameter, precision: Precision) -> torch.dtype:
+    if precision.param is not None and param.dtype.is_floating_point:
+        return precision.param
+    return param.dtype
+
+
+def agree_on_plan(agreement: Agreement, members: Sequence[Member], settings: Settings) -> None:
+    """Check that all ranks plan the same, before anything is changed.
+
+    Raises:
+        RankMismatchError: names the first parameter, bucket or setting in which ranks differ.
+    """
+    lines = [
+        f"torch {torch.__version__}, Python {platform.python_version()}",
+        f"precision {settings.precision}, align {settings.align}, initial values {settings.initial_values}, "
+        f"keep_last_unit {settings.keep_last_unit}",
+    ]
+    for member in members:
+        plan = member.plan
+        lines += [f"parameter {slot.param}" for slot in plan.layout.slots]
+        lines.append(f"unit {plan.label}: {plan.placement}, {plan.layout.shard_numel} elements per slice")
+    agreement.check_lines(lines, "the model or the settings")
+
+
+def agree_on_values(mesh: Mesh, agreement: Agreement, params: Sequence[NamedParam], settings: Settings) -> None:
+    """Make every rank start from rank 0's values.
+
+    Raises:
+        RankMismatchError: values differ and ``initial_values`` is "verify".
+    """
+    codes = torch.tensor([_hash(p.param.data) for p in params], dtype=torch.int64)
+    rows = agreement.words(codes, "initial values").cpu()
+    unlike = [p.name for p, column in zip(params, rows.T, strict=True) if len(set(column.tolist())) > 1]
+    if not unlike:
+        return
+    listed = f"{len(unlike)} of {len(params)} parameters, first {unlike[0]}"
+    if settings.initial_values == "verify":
+        raise RankMismatchError(f"ranks start from different values: {listed}. Seed all ranks alike")
+    warnings.warn(f"ranks start from different values ({listed}); rank 0's are used", stacklevel=4)
+    index = reserve(mesh, 1)
+    for sequence, p in enumerate(p for p in params if p.name in set(unlike)):
+        flat = p.param.data.contiguous().view(-1)
+        for axis, comm in reversed(list(mesh.items())):
+            work = comm.broadcast(flat, 0, Key(index, Verb.BROADCAST, sequence, f"{p.name} over {axis}"))
+            if work is not None:
+                work.wait()
+        p.param.data.copy_(flat.view(p.param.shape))
+
+
+def _hash(tensor: Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else flat
+    return xxhash.xxh64_intdigest(raw.cpu().numpy().data if flat.numel() else b"") & ((1 << 63) - 1)

@@ -1,0 +1,223 @@
+"""The only file that knows forward hooks and autograd: it turns their calls into the runtime's events.
+
+One ``ModelHooks`` per model. The outermost unit whose forward runs counts as the root, so that a submodule called by
+itself works too. Everything here may run inside a backward (activation checkpointing calls modules again);
+autograd's task number tells. See docs/design/0005-saved-weights-are-handles.md for what is saved.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.binding import Binding
+from shardwise.errors import StateError
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import Unit
+from shardwise.saved import SavedWeights
+
+__all__ = ["ModelHooks", "backward_is_running"]
+
+
+def backward_is_running() -> bool:
+    """Whether the calling thread is inside an autograd backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Call:
+    """One running forward call of a unit."""
+
+    unit: Unit
+    saved: AbstractContextManager[Any] | None
+    grad_enabled: bool
+    recomputes: bool  # a reentrant checkpoint calls it again, inside a backward
+    versions: int  # of the unit's parameters, to notice edits in place
+
+
+class ModelHooks:
+    """The hooks of one model.
+
+    Args:
+        runtime: receives the events.
+        modules: the module of each unit, in the order of ``runtime.units``.
+        check_tree: called at the start of a root forward; raises if the model changed.
+    """
+
+    def __init__(self, runtime: Runtime, modules: Sequence[nn.Module], check_tree: Callable[[], None]) -> None:
+        self.runtime = runtime
+        self.bindings: dict[int, list[Binding]] = {unit.index: [] for unit in runtime.units}
+        self._modules = modules
+        self._check_tree = check_tree
+        self._calls: list[_Call] = []
+        self._hooks: list[RemovableHandle] = []
+        self._by_storage: dict[int, Bucket] = {}
+        self._saved = SavedWeights(self._by_storage, self._active_buckets)
+
+    def attach(self) -> None:
+        """Register the module hooks."""
+        for unit, module in zip(self.runtime.units, self._modules, strict=True):
+            self._hooks.append(module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._after(unit), always_call=True, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def bind(self, binding: Binding) -> None:
+        """Take over a binding: attach and guard it."""
+        binding.attach(self._grad_ready)
+        self.bindings[binding.unit.index].append(binding)
+        self._index_storages()
+
+    def unbind(self, binding: Binding) -> None:
+        """Give up a binding whose bucket is replaced."""
+        self.bindings[binding.unit.index].remove(binding)
+        self._index_storages()
+
+    def all_bindings(self) -> Iterator[Binding]:
+        """Yield every binding, by unit."""
+        return (binding for bindings in self.bindings.values() for binding in bindings)
+
+    def inside(self) -> bool:
+        """Whether a forward of this model or any backward is running on this thread."""
+        return bool(self._calls) or backward_is_running()
+
+    def end_backward(self) -> None:
+        """Autograd's callback at the end of a backward."""
+        self.runtime.end_backward()
+
+    def _index_storages(self) -> None:
+        self._by_storage.clear()
+        for binding in self.all_bindings():
+            if binding.bucket.params.sharded_axes:
+                self._by_storage[binding.bucket.params.full.tensor.untyped_storage()._cdata] = binding.bucket
+
+    def _active_buckets(self) -> list[Bucket]:
+        return [bucket for call in reversed(self._calls) for bucket in call.unit.buckets]
+
+    def arm(self) -> None:
+        """If a backward runs, note it once, and ask autograd to call back at its end."""
+        if not self.runtime.in_backward and backward_is_running():
+            self.runtime.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            in_backward = backward_is_running()
+            recomputes = False
+            if in_backward:
+                self.arm()
+                recomputes = unit.recomputes > 0
+                self.runtime.recompute_begins(unit)
+            elif not self._calls:
+                self.runtime.begin_root(records=torch.is_grad_enabled())
+                self._check_tree()
+            grad_enabled = torch.is_grad_enabled()
+            if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
+                unit.recomputes += 1
+            bindings = self.bindings[unit.index]
+            self.runtime.before_forward(unit)
+            saved = self._saved.context() if grad_enabled and self._by_storage else None
+            for binding in bindings:
+                binding.set_guard(on=False)
+            versions = sum(binding.versions() for binding in bindings)
+            self._calls.append(
+                _Call(unit=unit, saved=saved, grad_enabled=grad_enabled, recomputes=recomputes, versions=versions)
+            )
+            if saved is not None:
+                saved.__enter__()
+            if grad_enabled and (recomputes or not in_backward):
+                self._count_use(unit, [*args, *kwargs.values()])
+
+        return before_forward
+
+    def _after(self, unit: Unit) -> Callable[..., None]:
+        def after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self._calls or self._calls[-1].unit is not unit:
+                return  # the forward failed before its pre-hook was through
+            call = self._calls.pop()
+            if call.saved is not None:
+                call.saved.__exit__(None, None, None)
+            edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
+            if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
+                torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
+            if call.grad_enabled and output is not None:
+                self._hook_outputs(unit, output)
+            self.runtime.after_forward(unit)
+            if unit.active == 0:
+                for binding in self.bindings[unit.index]:
+                    binding.set_guard(on=True)
+            if not self._calls and not backward_is_running():
+                self.runtime.end_root(keeps=call.grad_enabled)
+            if edited and not unit.pins:
+                raise StateError(
+                    f"unit {unit.name or 'root'}: a parameter was changed in place during its forward, which a "
+                    "sharded model would lose; change it inside `with shardwise.unsharded(model):`"
+                )
+
+        return after_forward
+
+    def _count_use(self, unit: Unit, inputs: list[Any]) -> None:
+        """A use of the unit begins; it ends when the gradients of its inputs arrived."""
+        tensors = [t for t in walk_tensors(inputs) if t.requires_grad and not isinstance(t, nn.Parameter)]
+        if not tensors:
+            return
+        unit.uses += 1
+
+        def use_done(_: Sequence[Tensor | None]) -> None:
+            self.arm()
+            self.runtime.use_done(unit)
+
+        torch.autograd.graph.register_multi_grad_hook(tensors, use_done, mode="all")
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> None:
+        def before_backward(grad: Tensor) -> None:
+            self._refuse_double_backward(unit)
+            self.arm()
+            self.runtime.before_backward(unit)
+
+        for tensor in walk_tensors(output):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+
+    def _grad_ready(self, unit: Unit, number: int, slot: int, param: nn.Parameter) -> None:
+        self._refuse_double_backward(unit)
+        self.arm()
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, None
+        if grad is not None and grad.layout is not torch.strided:
+            name = unit.buckets[number].site.layout.slots[slot].param.name
+            raise StateError(f"{name}: sparse gradients cannot be reduced in a flat buffer; use sparse=False")
+        self.runtime.grad_ready(unit, number, slot, grad)
+
+    def _refuse_double_backward(self, unit: Unit) -> None:
+        if torch.is_grad_enabled() and not unit.pins:  # inside a hook: create_graph=True
+            raise StateError(
+                "create_graph=True needs gathered parameters until the second backward is over: run both inside "
+                "`with shardwise.unsharded(model):`"
+            )
+
+
+def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from walk_tensors(item, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from walk_tensors(item, depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for item in vars(value).values():
+            yield from walk_tensors(item, depth - 1)

@@ -1,0 +1,117 @@
+"""The only place that allocates memory that outlives a call: resting tensors, reusable slabs, and their ledger.
+
+A slab keeps its storage object for ever and only resizes it, so that views made once stay valid: parameters, views
+saved by autograd, cached slot views. See docs/design/0002-flat-buffers.md.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arena", "Kind", "Ledger", "Slab"]
+
+
+class Kind(StrEnum):
+    """What a piece of memory is for; the first four are the model states of the ZeRO papers."""
+
+    PARAM = "param"
+    MASTER = "master"
+    GRAD = "grad"
+    OPTIM = "optim"
+    GATHERED = "gathered"
+    STAGING = "staging"
+
+
+class Ledger:
+    """Bytes held by kind, now and at most."""
+
+    def __init__(self) -> None:
+        self._now = dict.fromkeys(Kind, 0)
+        self._peak = dict.fromkeys(Kind, 0)
+        self.peak_total_bytes = 0
+
+    @property
+    def now(self) -> Mapping[Kind, int]:
+        """Bytes held now."""
+        return MappingProxyType(self._now)
+
+    @property
+    def peak(self) -> Mapping[Kind, int]:
+        """Largest number of bytes each kind held; the kinds need not have peaked together."""
+        return MappingProxyType(self._peak)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all kinds held now."""
+        return sum(self._now.values())
+
+    def add(self, kind: Kind, num_bytes: int) -> None:
+        """Count ``num_bytes`` more (or, if negative, fewer) of ``kind``."""
+        self._now[kind] += num_bytes
+        self._peak[kind] = max(self._peak[kind], self._now[kind])
+        self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)
+
+    def reset_peak(self) -> None:
+        """Forget the peaks: they start again from what is held now."""
+        self._peak = dict(self._now)
+        self.peak_total_bytes = self.total_bytes
+
+
+class Slab:
+    """A flat buffer whose memory comes and goes while its storage object, and so every view of it, stays.
+
+    ``tensor`` has ``numel`` elements always; touching it while the slab is empty is an error of ours.
+    """
+
+    def __init__(self, arena: "Arena", kind: Kind, numel: int, dtype: torch.dtype) -> None:
+        self._arena = arena
+        self._kind = kind
+        self.tensor = torch.empty(numel, dtype=dtype, device=arena.device)
+        self.num_bytes = numel * dtype.itemsize
+        self.tensor.untyped_storage().resize_(0)
+        self.filled = False
+
+    def fill(self) -> Tensor:
+        """Give the slab memory (contents undefined) if it has none; return the flat tensor."""
+        if not self.filled:
+            self.filled = True
+            self._arena.resize(self.tensor, self.num_bytes)
+            self._arena.ledger.add(self._kind, self.num_bytes)
+        return self.tensor
+
+    def release(self) -> None:
+        """Give the memory back. Every lane that touches it must have been waited for."""
+        if self.filled:
+            self.filled = False
+            self._arena.resize(self.tensor, 0)
+            self._arena.ledger.add(self._kind, -self.num_bytes)
+
+
+class Arena:
+    """Allocates on one device and keeps the ledger."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ledger = Ledger()
+
+    def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
+        """Return an empty slab of ``numel`` elements."""
+        return Slab(self, kind, numel, dtype)
+
+    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed flat tensor that rests until ``drop``."""
+        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.ledger.add(kind, tensor.nbytes)
+        return tensor
+
+    def drop(self, kind: Kind, tensor: Tensor) -> None:
+        """Give back what ``persistent`` returned."""
+        self.ledger.add(kind, -tensor.nbytes)
+        self.resize(tensor, 0)
+
+    def resize(self, tensor: Tensor, num_bytes: int) -> None:
+        """Change the memory behind a flat tensor; its storage object stays."""
+        tensor.untyped_storage().resize_(num_bytes)

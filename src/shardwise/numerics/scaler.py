@@ -1,0 +1,40 @@
+"""The state of a dynamic loss scale; the rule is ``precision.LossScale``."""
+
+from shardwise.errors import NonFiniteError
+from shardwise.precision import LossScale
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """Grows and shrinks one scale, the same on every rank because the verdict of each step is."""
+
+    def __init__(self, rule: LossScale) -> None:
+        self._rule = rule
+        self.scale = rule.initial
+        self._clean_steps = 0
+        self._tolerance = rule.hysteresis
+
+    def after_step(self) -> None:
+        """Count a step without overflow."""
+        self._clean_steps += 1
+        if self._clean_steps >= self._rule.growth_interval:
+            self._clean_steps = 0
+            self._tolerance = self._rule.hysteresis
+            self.scale *= 2.0
+
+    def after_overflow(self, where: str) -> None:
+        """Count a skipped step; halve the scale once the tolerance is used up.
+
+        Raises:
+            NonFiniteError: the scale is at its minimum already.
+        """
+        self._clean_steps = 0
+        if self.scale <= self._rule.minimum:
+            raise NonFiniteError(
+                f"gradients overflow at the smallest loss scale {self.scale:g}; first non-finite: {where}. "
+                "The loss itself is probably not finite."
+            )
+        self._tolerance -= 1
+        if self._tolerance <= 0:
+            self.scale = max(self.scale / 2.0, self._rule.minimum)

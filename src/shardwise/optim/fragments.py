@@ -1,0 +1,66 @@
+"""The optimizer's view of the model: one flat fragment of the master per parameter and rank.
+
+A fragment is an ordinary one-dimensional ``nn.Parameter``; its ``.grad`` is a view of the reduced gradient, set just
+before the optimizer moves. Fragments are cut at the same places at every stage (slots start at multiples of the
+alignment), so element-wise optimizers round alike at every stage.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layout import Fragment
+from shardwise.memory import Kind, Slab
+from shardwise.runtime.bucket import Bucket
+
+__all__ = ["BucketFragments"]
+
+
+class BucketFragments:
+    """The fragments of one trainable bucket that this rank owns.
+
+    Attributes:
+        params: fragment by slot number; slots of which this rank owns nothing are missing.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        site = bucket.site
+        self._start, stop = site.bounds(site.placement.num_optim)
+        self.parts: Mapping[int, Fragment] = {
+            part.slot.index: part for part in site.layout.fragments(self._start, stop)
+        }
+        self.params = {index: nn.Parameter(self._cut(bucket.params.master, part)) for index, part in self.parts.items()}
+        self._cast: Slab | None = None
+        dtypes = site.dtypes
+        if dtypes.accumulate != dtypes.master:
+            self._cast = site.arena.slab(Kind.STAGING, bucket.params.master.numel(), dtypes.master)
+
+    def set_grads(self, slots: Iterable[int]) -> None:
+        """Give the fragments of ``slots`` their gradients, in the master's dtype; the others get None."""
+        wanted = set(slots)
+        grads = self.bucket.trainable_grads
+        source = grads.owned if grads.has_result else None
+        if source is not None and self._cast is not None and wanted & self.params.keys():
+            source = self._cast.fill().copy_(source)
+        for index, param in self.params.items():
+            given = source is not None and index in wanted
+            param.grad = self._cut(source, self.parts[index]) if given and source is not None else None
+
+    def drop_grads(self) -> None:
+        """Take the gradients away and free what their cast needed."""
+        for param in self.params.values():
+            param.grad = None
+        if self._cast is not None:
+            self._cast.release()
+
+    def _cut(self, owned: Tensor, part: Fragment) -> Tensor:
+        offset = part.flat_start - self._start
+        return owned[offset : offset + part.numel]
+
+    def state_tensor(self, state: Mapping[nn.Parameter, Mapping[str, object]], index: int, name: str) -> Tensor | None:
+        """Return one named state of one slot's fragment if it is a tensor as long as the fragment."""
+        param = self.params.get(index)
+        value = state.get(param, {}).get(name) if param is not None else None
+        return value if isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape else None

@@ -1,0 +1,158 @@
+"""The one small exchange before the optimizer moves: do all ranks agree, and what is the gradient's norm?
+
+Every rank contributes the step number, the digest of its collectives, the hash of its forward order, the norm of its
+own finest slice of each bucket and one bit per parameter ("a gradient arrived"). Everything every rank then decides
+(skip, clip, which parameters stay untouched) is a function of all records, so all ranks decide alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.comm.base import Key, Mesh, Verb, reserve
+from shardwise.errors import RankMismatchError
+from shardwise.runtime.journal import Journal
+
+__all__ = ["Agreement", "Record"]
+
+_BITS = 62  # flags per int64 word
+_HEADER = 4
+_TEXT_BYTES = 16_384
+_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank says before a step."""
+
+    step: int
+    digest: int
+    num_events: int
+    order: int
+    norms: tuple[float, ...]
+    arrived: tuple[bool, ...]
+
+    def pack(self, norms: Tensor) -> Tensor:
+        """Return the record as int64 words; ``norms`` (fp64, on the device) replaces ``self.norms``."""
+        words = [
+            sum(1 << bit for bit, flag in enumerate(self.arrived[start : start + _BITS]) if flag)
+            for start in range(0, len(self.arrived), _BITS)
+        ]
+        head = torch.tensor([self.step, self.digest, self.num_events, self.order, *words], dtype=torch.int64)
+        return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
+
+    def unpack(self, words: Sequence[int]) -> "Record":
+        """Return another rank's record from its words; this one gives the lengths."""
+        num_words = -(-len(self.arrived) // _BITS)
+        flags = words[_HEADER : _HEADER + num_words]
+        norms = torch.tensor(words[_HEADER + num_words :], dtype=torch.int64).view(torch.float64)
+        return Record(
+            step=words[0],
+            digest=words[1],
+            num_events=words[2],
+            order=words[3],
+            norms=tuple(norms.tolist()),
+            arrived=tuple(bool(flags[i // _BITS] >> (i % _BITS) & 1) for i in range(len(self.arrived))),
+        )
+
+
+class Agreement:
+    """Small exchanges between all ranks of a mesh: records, texts, verdicts."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._index = reserve(mesh, 1)
+        self._sequence = 0
+
+    def words(self, words: Tensor, label: str) -> Tensor:
+        """Return every rank's int64 words, [num_ranks, len(words)], ranks in the mesh's row-major order."""
+        gathered = words.reshape(-1).to(self._device)
+        for comm in reversed(list(self._mesh.values())):
+            buffer = gathered.new_empty((comm.size, gathered.numel()))
+            buffer[comm.rank] = gathered
+            work = comm.all_gather(buffer.view(-1), Key(self._index, Verb.RECORD, self._next(), label))
+            if work is not None:
+                work.wait()
+            gathered = buffer.view(-1)
+        return gathered.view(-1, words.numel())
+
+    def texts(self, text: str, label: str) -> list[str]:
+        """Return every rank's text; each is cut at 16 KiB."""
+        raw = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        rows = self.words(torch.frombuffer(bytearray(raw), dtype=torch.int64), label).cpu()
+        return [bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def check_lines(self, lines: Sequence[str], what: str) -> None:
+        """Raise on every rank if the ranks hold unlike lists of lines.
+
+        Raises:
+            RankMismatchError: names the first line in which they differ, and who holds what.
+        """
+        codes = [xxhash.xxh64_intdigest(line.encode()) & _MASK for line in lines]
+        whole = xxhash.xxh64_intdigest(repr(codes).encode()) & _MASK
+        heads = self.words(torch.tensor([whole, len(lines)], dtype=torch.int64), what).tolist()
+        if len({tuple(head) for head in heads}) == 1:
+            return
+        length = max(count for _, count in heads)
+        padded = torch.tensor([*codes, *(0 for _ in range(length - len(codes)))], dtype=torch.int64)
+        table = self.words(padded, what)
+        unlike = [i for i in range(length) if len(set(table[:, i].tolist())) > 1]
+        position = unlike[0] if unlike else 0
+        said = self.texts(lines[position] if position < len(lines) else "nothing", what)
+        listed = "; ".join(f"rank {_ranks(ranks)}: {line}" for line, ranks in _by_event(said).items())
+        raise RankMismatchError(f"ranks disagree on {what}, nothing was changed. First difference: {listed}")
+
+    def check_records(self, records: Sequence[Record], journal: Journal) -> None:
+        """Raise on every rank if the ranks did unlike things since the start.
+
+        Raises:
+            RankMismatchError: names the step, the ranks and the first collective in which they differ.
+        """
+        facts = [(record.step, record.digest, record.num_events) for record in records]
+        if len(set(facts)) == 1:
+            return
+        histories = []
+        for answer in self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events"):
+            count, *events = answer.split("\n")
+            histories.append(dict(enumerate(events, start=int(count) - len(events))))
+        raise RankMismatchError(_first_difference(facts, histories))
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+
+def _first_difference(facts: Sequence[tuple[int, int, int]], histories: Sequence[Mapping[int, str]]) -> str:
+    steps = sorted({step for step, _, _ in facts})
+    if len(steps) > 1:
+        at = ", ".join(f"rank {rank}: {fact[0]}" for rank, fact in enumerate(facts))
+        return f"ranks are at different steps ({at}); no rank was updated"
+    start = max(min(history, default=0) for history in histories)
+    stop = max(max(history, default=0) for history in histories)
+    for position in range(start, stop + 1):
+        events = [history.get(position, "nothing") for history in histories]
+        if len(set(events)) > 1:
+            said = "; ".join(f"rank {_ranks(ranks)} {event}" for event, ranks in _by_event(events).items())
+            return (
+                f"step {steps[0]}: ranks took different ways through the model, no rank was updated. First "
+                f"difference, collective {position}: {said}. Every rank must use the same units in the same order."
+            )
+    return (
+        f"step {steps[0]}: ranks took different ways through the model more than {len(histories[0])} collectives "
+        "ago; no rank was updated"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _by_event(events: Sequence[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, event in enumerate(events):
+        ranks.setdefault(event, []).append(rank)
+    return ranks

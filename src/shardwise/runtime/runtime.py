@@ -1,0 +1,238 @@
+"""Events in, verbs out: the one place that decides when a unit is gathered, freed and reduced.
+
+``hooks.py`` turns forward calls and autograd's callbacks into these events; a test may call them by hand. What to do
+around a unit is asked of a pure ``Schedule``; the exchange before a step is in ``settle.py``.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from shardwise.comm.base import Mesh
+from shardwise.errors import StateError
+from shardwise.lanes import Lanes
+from shardwise.memory import Arena
+from shardwise.numerics.scaler import LossScaler
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.grads import GradBuffers
+from shardwise.runtime.journal import Journal
+from shardwise.runtime.unit import Unit
+from shardwise.schedule import Begin, End, Schedule, TraceEvent
+
+__all__ = ["Means", "Runtime", "Window"]
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Window(Enum):
+    """What a backward does with its gradients."""
+
+    DEFER = "keep them local"
+    REDUCE = "sum them over the axes of G and go on"
+    FINAL = "end the window: sum them over all ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What a runtime works with: the network, the memory, the lanes, the journal."""
+
+    mesh: Mesh
+    arena: Arena
+    lanes: Lanes
+    journal: Journal
+
+
+class Runtime:
+    """Owns the units of one model and the state of the iteration.
+
+    Attributes:
+        window: what the next backward does with its gradients.
+        num_steps: optimizer steps seen, skipped ones included.
+        in_backward: whether a backward is running (or failed and was not cleaned up yet).
+        grads_version: changes whenever gradients do; results computed from them carry it.
+    """
+
+    def __init__(self, units: Sequence[Unit], means: Means, *, keep_last_unit: bool, scaler: LossScaler | None) -> None:
+        self.units = tuple(units)
+        self.means = means
+        self.scaler = scaler
+        self.schedule = Schedule(num_units=len(units), keep_last=keep_last_unit)
+        self.window = Window.FINAL
+        self.num_steps = 0
+        self.in_backward = False
+        self.grads_version = 0
+        self.last_trace: tuple[TraceEvent, ...] = ()
+        self._trace: list[TraceEvent] | None = None
+        self._next_reduction = 0  # position in the reduction order; only a running backward moves it
+        self._reducing: deque[GradBuffers] = deque()
+
+    def trainable_buckets(self) -> list[Bucket]:
+        """Return the buckets with gradients, in definition order."""
+        return [bucket for unit in self.units for bucket in unit.trainable_buckets()]
+
+    def begin_root(self, *, records: bool) -> None:
+        """A root forward begins outside a backward; ``records`` says whether its order counts (grad mode is on)."""
+        if self.in_backward:
+            self.reset()
+        self._trace = [] if records else None
+
+    def end_root(self, *, keeps: bool) -> None:
+        """A root forward ended or failed: free what is not kept for a backward."""
+        if self._trace is not None:
+            self.last_trace, self._trace = tuple(self._trace), None
+        kept = self.schedule.kept if keeps else frozenset()
+        for unit in self.units:
+            if unit.index not in kept:
+                unit.reshard()
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit's forward begins: its parameters must be there."""
+        unit.active += 1
+        unit.unshard()
+        unit.wait()
+        if self._trace is not None:
+            self._trace.append(Begin(unit.index))
+        if not self.in_backward:
+            self._prefetch(unit, backward=False)
+
+    def after_forward(self, unit: Unit) -> None:
+        """A unit's forward ended or failed. Nothing is freed while a backward runs: this was a recomputation."""
+        unit.active -= 1
+        if self._trace is not None:
+            self._trace.append(End(unit.index))
+        if not self.in_backward and (self._trace is None or unit.index not in self.schedule.kept):
+            unit.reshard()
+
+    def begin_backward(self) -> None:
+        """The first event of a backward."""
+        self.in_backward = True
+        self._next_reduction = 0
+
+    def before_backward(self, unit: Unit) -> None:
+        """The gradients of a unit's outputs arrived: gather it, and the one before it."""
+        unit.unshard()
+        self._prefetch(unit, backward=True)
+
+    def use_done(self, unit: Unit) -> None:
+        """The input gradients of one use of a unit arrived."""
+        unit.uses = max(0, unit.uses - 1)
+        self._advance(unit)
+
+    def recompute_begins(self, unit: Unit) -> None:
+        """A reentrant checkpoint computes a unit again: its gradients will come once more."""
+        if unit.recomputes:
+            unit.recomputes -= 1
+            unit.delivered.clear()
+
+    def grad_ready(self, unit: Unit, number: int, slot: int, grad: Tensor | None) -> None:
+        """Autograd finished one parameter's gradient (None: its function returned none)."""
+        bucket = unit.buckets[number]
+        if grad is not None:
+            bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad)
+            self.grads_version += 1
+        unit.delivered.add((number, slot))
+        self._advance(unit)
+
+    def end_backward(self) -> None:
+        """A backward ended: reduce what is left, wait for all reductions, free everything."""
+        if any(bucket.trainable_grads.has_local for bucket in self.trainable_buckets()):
+            self._reduce_through(len(self.units))
+            for unit in self.units:  # gradients that came after their unit's reduction
+                if any(bucket.trainable_grads.has_written for bucket in unit.trainable_buckets()):
+                    self._reduce(unit)
+        self._drain()
+        for unit in self.units:
+            unit.reset_backward()
+            unit.reshard()
+        self.in_backward = False
+
+    def finish_window(self) -> None:
+        """Reduce gradients that ``no_sync`` kept local; called before a step and before a norm.
+
+        Raises:
+            StateError: a backward is running or failed.
+        """
+        if self.in_backward:
+            raise StateError(
+                "a backward is running or ended with an error: its gradients are incomplete. Call zero_grad() and "
+                "run forward and backward again before step() or a norm"
+            )
+        if any(bucket.trainable_grads.has_local for bucket in self.trainable_buckets()):
+            window, self.window = self.window, Window.FINAL
+            for index in self.schedule.reduction_order:
+                self._reduce(self.units[index])
+            self.window = window
+        self._drain()
+
+    def refresh_params(self, updated: Container[Bucket]) -> None:
+        """The optimizer changed masters: bring these buckets' parameters back, unit by unit, in forward order."""
+        order = self.schedule.forward_order
+        rest = (index for index in range(len(self.units)) if index not in order)
+        for index in (*rest, *order):
+            for bucket in self.units[index].trainable_buckets():
+                if bucket in updated:
+                    bucket.refresh_params()
+
+    def empty_grads(self) -> None:
+        """Forget all gradients."""
+        self._drain()
+        for bucket in self.trainable_buckets():
+            bucket.trainable_grads.empty()
+        self.grads_version += 1
+
+    def reset(self, *, warn: bool = True) -> None:
+        """Return to the state before the iteration after an error in backward: nothing gathered, no gradients."""
+        if warn:
+            warnings.warn(
+                "the last backward ended with an error; the gradients collected since the last zero_grad are discarded",
+                stacklevel=2,
+            )
+        for unit in self.units:
+            unit.reset_backward()
+            unit.active = 0
+        self.empty_grads()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.params.settle()
+            unit.reshard()
+        self.in_backward = False
+
+    def _prefetch(self, unit: Unit, *, backward: bool) -> None:
+        for index in self.schedule.ahead(unit.index, backward=backward):
+            self.units[index].unshard()
+
+    def _advance(self, unit: Unit) -> None:
+        """Free a unit whose backward is over; reduce every unit whose turn has come."""
+        if unit.backward_is_over:
+            unit.reshard()
+            self._reduce_through(0)
+
+    def _reduce_through(self, least: int) -> None:
+        """Reduce units in the agreed order: the first ``least`` in any case, then those whose backward is over."""
+        order = self.schedule.reduction_order
+        while self._next_reduction < len(order):
+            unit = self.units[order[self._next_reduction]]
+            if unit.trainable and not unit.backward_is_over and self._next_reduction >= least:
+                return
+            self._next_reduction += 1
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.window is Window.DEFER:
+            return
+        for bucket in unit.trainable_buckets():
+            while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
+                self._reducing.popleft().wait()
+            if self.window is Window.FINAL:
+                bucket.finalize_grads(1.0 / self.scaler.scale if self.scaler else 1.0)
+            else:
+                bucket.reduce_grads()
+            self._reducing.append(bucket.trainable_grads)
+
+    def _drain(self) -> None:
+        while self._reducing:
+            self._reducing.popleft().wait()

@@ -1,0 +1,162 @@
+"""Before the optimizer moves: finish the window, agree with all ranks, know the norm.
+
+``Settlement`` is computed once per change of the gradients and then read by ``clip_grad_norm_``, the step and
+``grad_norm``; clipping rescales the gradients without a second exchange.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.numerics.norm import combine_norms, fast_norms, scaled_norm
+from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.record import Agreement, Record
+from shardwise.runtime.runtime import Runtime
+from shardwise.schedule import Schedule
+
+__all__ = ["Settlement", "Settler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settlement:
+    """What all ranks agreed on about the gradients.
+
+    Attributes:
+        grads_version: the state of the gradients this describes.
+        norm: global L2 norm of the mean gradient.
+        first_nonfinite: name of the first parameter with an infinite or NaN element, None if there is none.
+        arrived: for each trainable bucket, by its index, the slots that got a gradient on any rank.
+    """
+
+    grads_version: int
+    norm: float
+    first_nonfinite: str | None
+    arrived: Mapping[int, frozenset[int]]
+
+
+class Settler:
+    """Makes settlements for one runtime."""
+
+    def __init__(self, runtime: Runtime, agreement: Agreement) -> None:
+        self._runtime = runtime
+        self.agreement = agreement
+        self._last: Settlement | None = None
+
+    def settle(self) -> Settlement:
+        """Finish the window and exchange the step's record; a second call with the same gradients is free.
+
+        Raises:
+            StateError: a backward is running or failed.
+            RankMismatchError: ranks did unlike things since the start; on every rank.
+        """
+        runtime = self._runtime
+        runtime.finish_window()
+        if self._last is not None and self._last.grads_version == runtime.grads_version:
+            return self._last
+        buckets = runtime.trainable_buckets()
+        flags = [slot.index in b.trainable_grads.arrived for b in buckets for slot in b.site.layout.slots]
+        own = Record(
+            step=runtime.num_steps,
+            digest=runtime.means.journal.digest,
+            num_events=runtime.means.journal.num_events,
+            order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
+            norms=(),
+            arrived=tuple(flags),
+        )
+        rows = self._exchange(own.pack(self._norms(2.0))).tolist()
+        records = [own.unpack(row) for row in rows]
+        self.agreement.check_records(records, runtime.means.journal)
+        if len({record.order for record in records}) == 1 and runtime.last_trace:
+            self._agree_on_order()
+        norm = combine_norms([combine_norms(record.norms) for record in records])
+        first = None
+        if not math.isfinite(norm):
+            norm, first = self._look_closer(2.0)
+        self._last = Settlement(
+            grads_version=runtime.grads_version,
+            norm=norm,
+            first_nonfinite=first,
+            arrived=_by_bucket(buckets, records),
+        )
+        return self._last
+
+    def norm(self, norm_type: float) -> float:
+        """Return the global norm of any order of the settled gradients."""
+        settlement = self.settle()
+        if norm_type == 2.0:
+            return settlement.norm
+        rows = self._exchange(self._norms(norm_type).view(torch.int64))
+        norm = combine_norms([combine_norms(r, norm_type) for r in rows.view(torch.float64).tolist()], norm_type)
+        return norm if math.isfinite(norm) else self._look_closer(norm_type)[0]
+
+    def clip(self, factor: float) -> None:
+        """Multiply the settled gradients by ``factor``; the settlement's norm follows."""
+        settlement = self.settle()
+        for bucket in self._settled():
+            bucket.trainable_grads.owned.mul_(factor)
+        self._last = Settlement(
+            grads_version=settlement.grads_version,
+            norm=settlement.norm * factor,
+            first_nonfinite=settlement.first_nonfinite,
+            arrived=settlement.arrived,
+        )
+
+    def _settled(self) -> list[Bucket]:
+        return [bucket for bucket in self._runtime.trainable_buckets() if bucket.trainable_grads.has_result]
+
+    def _norms(self, norm_type: float) -> torch.Tensor:
+        """Return the norm of this rank's finest slice of every bucket, fp64; 0 where there is no gradient."""
+        device = self._runtime.means.arena.device
+        empty = torch.empty(0, device=device)
+        slices = [
+            bucket.trainable_grads.own_slice if bucket.trainable_grads.has_result else empty
+            for bucket in self._runtime.trainable_buckets()
+        ]
+        return fast_norms(slices, norm_type, device)
+
+    def _look_closer(self, norm_type: float) -> tuple[float, str | None]:
+        """Take a norm that overflowed again, scaled, and find the first parameter that is not finite."""
+        position, names, norms = 0, [], []
+        first_bad = -1
+        for bucket in self._runtime.trainable_buckets():
+            grads, layout = bucket.trainable_grads, bucket.site.layout
+            names += [slot.param.name for slot in layout.slots]
+            if grads.has_result:
+                norms.append(scaled_norm(grads.own_slice, norm_type))
+                start, stop = bucket.site.bounds(len(bucket.site.placement.axes))
+                for fragment in layout.fragments(start, stop):
+                    offset = fragment.flat_start - start
+                    piece = grads.own_slice[offset : offset + fragment.numel]
+                    if first_bad < 0 and not bool(piece.isfinite().all()):
+                        first_bad = position + fragment.slot.index
+            position += len(layout.slots)
+        word = torch.tensor([combine_norms(norms, norm_type)], dtype=torch.float64).view(torch.int64)
+        own = torch.cat([word, torch.tensor([first_bad], dtype=torch.int64)])
+        rows = self._exchange(own)
+        norm = combine_norms(rows[:, 0].contiguous().view(torch.float64).tolist(), norm_type)
+        found = [index for index in rows[:, 1].tolist() if index >= 0]
+        return norm, names[min(found)] if found else None
+
+    def _agree_on_order(self) -> None:
+        runtime = self._runtime
+        old = runtime.schedule
+        if old.trace != runtime.last_trace:
+            runtime.schedule = Schedule(
+                num_units=old.num_units, trace=runtime.last_trace, prefetch=old.prefetch, keep_last=old.keep_last
+            )
+
+    def _exchange(self, words: torch.Tensor) -> torch.Tensor:
+        return self.agreement.words(words, f"record of step {self._runtime.num_steps}").cpu()
+
+
+def _by_bucket(buckets: list[Bucket], records: list[Record]) -> dict[int, frozenset[int]]:
+    arrived, position = {}, 0
+    for bucket in buckets:
+        slots = bucket.site.layout.slots
+        arrived[bucket.site.index] = frozenset(
+            slot.index for slot in slots if any(record.arrived[position + slot.index] for record in records)
+        )
+        position += len(slots)
+    return arrived

@@ -1,0 +1,93 @@
+"""A unit: what is gathered together, and the counts that say when its backward is over."""
+
+from collections.abc import Iterator
+
+from shardwise.runtime.bucket import Bucket
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """Buckets of one module that are gathered, freed and reduced together.
+
+    Attributes:
+        active: forward calls that are running.
+        uses: forward calls whose inputs still wait for a gradient.
+        recomputes: forward calls without grad mode inside a forward with it: reentrant checkpoints that will
+            recompute and bring gradients once more.
+        pins: callers that need the full parameters whatever the schedule says.
+        delivered: trainable slots, as (bucket number in the unit, slot), with a gradient in the running backward.
+        awaited: the slots that a complete backward delivers.
+    """
+
+    def __init__(self, index: int, name: str, buckets: tuple[Bucket, ...]) -> None:
+        self.index = index
+        self.name = name
+        self.buckets = buckets
+        self.active = 0
+        self.uses = 0
+        self.recomputes = 0
+        self.pins = 0
+        self.delivered: set[tuple[int, int]] = set()
+        self.awaited: frozenset[tuple[int, int]] = frozenset()
+        self.await_slots(frozenset())
+
+    def await_slots(self, inactive: frozenset[tuple[int, int]]) -> None:
+        """Wait in each backward for every trainable slot except the ``inactive`` ones (frozen since)."""
+        slots = {
+            (number, slot.index)
+            for number, bucket in enumerate(self.buckets)
+            if bucket.grads is not None
+            for slot in bucket.site.layout.slots
+        }
+        self.awaited = frozenset(slots - inactive)
+
+    def set_buckets(self, buckets: tuple[Bucket, ...]) -> None:
+        """Replace the buckets; every trainable slot is awaited."""
+        self.buckets = buckets
+        self.await_slots(frozenset())
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any bucket has gradients."""
+        return any(bucket.grads is not None for bucket in self.buckets)
+
+    @property
+    def backward_is_over(self) -> bool:
+        """Whether all gradients are in and every use has its input gradients."""
+        return self.delivered >= self.awaited and self.uses == 0 and self.recomputes == 0
+
+    def unshard(self) -> None:
+        """Start gathering every bucket."""
+        for bucket in self.buckets:
+            bucket.unshard()
+
+    def wait(self) -> None:
+        """Order what follows after the gathers."""
+        for bucket in self.buckets:
+            bucket.params.wait()
+            bucket.params.touch()
+
+    def reshard(self) -> None:
+        """Free every bucket's full parameters unless somebody needs them."""
+        if not self.active and not self.pins:
+            for bucket in self.buckets:
+                bucket.reshard()
+
+    def unpin(self, *, adopt_edits: bool) -> None:
+        """One caller less needs the full parameters; take its edits over."""
+        self.wait()
+        self.pins -= 1
+        if adopt_edits:
+            for bucket in self.buckets:
+                bucket.params.adopt_edits()
+        self.reshard()
+
+    def trainable_buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets with gradients."""
+        return (bucket for bucket in self.buckets if bucket.grads is not None)
+
+    def reset_backward(self) -> None:
+        """Forget the counts of a backward that is over or failed."""
+        self.delivered.clear()
+        self.uses = self.recomputes = 0

@@ -1,0 +1,79 @@
+"""Pure decisions: which unit to gather ahead, which to keep, in which order to reduce.
+
+A ``Schedule`` is made from the order in which all ranks were seen to use the units. It knows unit numbers only; the
+runtime asks it at each event and does what it says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["Begin", "End", "Schedule", "TraceEvent"]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A unit's forward begins."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class End:
+    """A unit's forward ends."""
+
+    unit: int
+
+
+TraceEvent = Begin | End
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What to do around each unit, from one root forward that all ranks made alike.
+
+    Attributes:
+        num_units: number of units of the model, in definition order.
+        trace: begins and ends of one root forward; empty while no order is agreed.
+        prefetch: number of units to gather ahead.
+        keep_last: keep the units that no other unit follows from forward to backward.
+    """
+
+    num_units: int
+    trace: tuple[TraceEvent, ...] = ()
+    prefetch: int = 1
+    keep_last: bool = True
+
+    @cached_property
+    def forward_order(self) -> tuple[int, ...]:
+        """Units in the order of their first use; empty while no order is agreed."""
+        return tuple(dict.fromkeys(event.unit for event in self.trace if isinstance(event, Begin)))
+
+    @cached_property
+    def reduction_order(self) -> tuple[int, ...]:
+        """Every unit, last used first: the order in which gradients are reduced on all ranks.
+
+        Units without an agreed use come where their definition puts them, after the used ones.
+        """
+        unused = tuple(unit for unit in range(self.num_units) if unit not in self.forward_order)
+        return tuple(reversed(unused + self.forward_order))
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Units that stay gathered from forward to backward: after their end no other unit begins."""
+        if not self.keep_last:
+            return frozenset()
+        kept: set[int] = set()
+        for event in reversed(self.trace):
+            if isinstance(event, Begin):
+                break
+            kept.add(event.unit)
+        return frozenset(kept)
+
+    def ahead(self, unit: int, *, backward: bool = False) -> Sequence[int]:
+        """Return the units to gather while ``unit`` computes, nearest first."""
+        order = self.forward_order[::-1] if backward else self.forward_order
+        if unit not in order:
+            return ()
+        position = order.index(unit) + 1
+        return order[position : position + self.prefetch]
