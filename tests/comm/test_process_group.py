@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.comm import process_group
@@ -136,6 +137,8 @@ def everything_and_native(mesh: Mesh) -> tuple[Results, Results, dict[str, str]]
             native |= {f"{deterministic}: {name}": value for name, value in call_all(comm, comm.rank)}
         comm = ProcessGroupComm()
         refused["meta"] = refusal(comm, torch.empty(2 * comm.size, device="meta"))
+        with FakeTensorMode():
+            refused["cuda"] = refusal(comm, torch.empty(2 * comm.size, device="cuda"))
         refused["bucket"] = refusal(comm, torch.empty(2 * comm.size), index=MAX_BUCKETS)
         refused["empty"] = refusal(comm, torch.empty(0))
         refused["axes"] = " ".join(mesh_from(None))
@@ -213,7 +216,8 @@ def test_native_collectives_agree_bitwise_when_deterministic(world: tuple[tuple[
 def test_what_cannot_be_moved_is_refused_with_advice() -> None:
     for _, _, refused in on_processes(WORLDS[0]):
         assert "cannot move tensors on 'meta'" in refused["meta"]
-        assert "init_process_group" in refused["meta"]
+        assert "cannot move tensors on 'cuda'" in refused["cuda"]
+        assert 'init_process_group("cpu:gloo,cuda:nccl")' in refused["cuda"]
         assert "bucket 4095" in refused["bucket"]
         assert "use larger units" in refused["bucket"]
         assert refused["empty"] == "taken"
