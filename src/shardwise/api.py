@@ -6,6 +6,7 @@ Each is a thin composition of the layers below; read ``managed.py`` for what a s
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -59,6 +60,8 @@ def shard(
     precision: Precision | None = None,
     align: int = DEFAULT_ALIGN,
     initial_values: InitialValues = "broadcast",
+    prefetch: int = 1,
+    reductions_in_flight: int = 2,
     keep_last_unit: bool = True,
     force_collectives: bool = False,
     lanes: Callable[[torch.device], Lanes] = make_lanes,
@@ -80,6 +83,8 @@ def shard(
         precision: dtypes of each state; None leaves parameters as they are, with fp32 masters for 16-bit ones.
         align: start of parameters and slices in the flat buffers, in elements.
         initial_values: "broadcast" takes rank 0's values where ranks differ and warns, "verify" raises.
+        prefetch: number of units gathered ahead of their use; each costs its gathered bytes.
+        reductions_in_flight: buckets whose gradients travel while the backward goes on; each holds its gradients whole.
         keep_last_unit: do not free the unit that is used last between forward and backward.
         force_collectives: run collectives also over axes of one rank.
         lanes: makes the side lanes for a device (tests put instruments here).
@@ -90,7 +95,13 @@ def shard(
         RankMismatchError: ranks hold different models or settings.
         StateError: the model, or a part of it, is sharded already.
     """
-    settings = _settings(stage, sharding, precision, align, initial_values, keep_last_unit, force_collectives)
+    settings = replace(
+        _settings(stage, sharding, precision, align, force_collectives),
+        initial_values=_one_of("initial_values", initial_values, ("broadcast", "verify")),
+        prefetch=prefetch,
+        reductions_in_flight=reductions_in_flight,
+        keep_last_unit=keep_last_unit,
+    )
     if not callable(getattr(model, "named_modules", None)):
         raise ConfigError(f"shard() takes a module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -99,6 +110,7 @@ def shard(
     params = collect_params(model)
     device = check_params(params)
     found = find_units(model, units)
+    schedule = settings.schedule(len(found))
     whole: Mesh = mesh_from(mesh)
     sizes = {axis: comm.size for axis, comm in whole.items()}
     members = plan_buckets(model, params, found, sizes, settings)
@@ -110,7 +122,7 @@ def shard(
     runtime = Runtime(
         [Unit(index, unit.name, ()) for index, unit in enumerate(found)],
         means,
-        keep_last_unit=keep_last_unit,
+        schedule,
         scaler=_scaler(settings.precision, members),
     )
     first = reserve(moving, len(members))
@@ -135,26 +147,24 @@ def _settings(
     sharding: ShardingRule | None,
     precision: Precision | None,
     align: int,
-    initial_values: str,
-    keep_last_unit: bool,
     force_collectives: bool,
 ) -> Settings:
     if stage is not None and isinstance(sharding, Sharding):
         raise ConfigError("give stage= or sharding=, not both")
-    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
-        raise ConfigError(f"sharding must be a Sharding or a function, got {sharding!r}")
-    if initial_values not in ("broadcast", "verify"):
-        raise ConfigError(f'initial_values must be "broadcast" or "verify", got {initial_values!r}')
     default = sharding if isinstance(sharding, Sharding) else stage_sharding(3 if stage is None else stage)
     return Settings(
         sharding=default if sharding is None else sharding,
         default=default,
         precision=precision or Precision(),
         align=align,
-        initial_values=initial_values,
-        keep_last_unit=keep_last_unit,
         force_collectives=force_collectives,
     )
+
+
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
 
 
 def _scaler(precision: Precision, members: Any) -> LossScaler | None:
@@ -191,9 +201,9 @@ def plan(
         optimizer_options: its options that decide about state, such as ``{"momentum": 0.9}``.
         optim_words: state elements per parameter element, for classes the table does not know.
     """
-    settings = _settings(stage, sharding, precision, align, "broadcast", True, force_collectives)
+    settings = _settings(stage, sharding, precision, align, force_collectives)
     sizes = dict(num_ranks) if isinstance(num_ranks, Mapping) else {"data": num_ranks}
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes.values()):
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
         raise ConfigError(f"num_ranks must be a positive number or a mapping of axes to such, got {num_ranks!r}")
     members = plan_buckets(model, collect_params(model), find_units(model, units), sizes, settings)
     words = state_words(optimizer, optimizer_options) if optim_words is None else optim_words
@@ -312,6 +322,6 @@ def scale_loss(model: nn.Module, loss: Tensor) -> Tensor:
 
 
 def unshard_model(model: M) -> M:
-    """Undo ``shard``: a plain module with full parameters on every rank; optimizers built for it are void. Collective."""
+    """Undo ``shard``: a plain module with full parameters on every rank; its optimizers are void. Collective."""
     Managed.of(model).release(keep=True)
     return model

@@ -6,8 +6,10 @@ read the same result. ``agree_on_values`` makes all ranks start from the same nu
 
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 import xxhash
@@ -20,6 +22,7 @@ from shardwise.modules import NamedParam, UnitModule, place_params
 from shardwise.planner.memory import BucketPlan
 from shardwise.precision import Precision
 from shardwise.runtime.record import Agreement
+from shardwise.schedule import Schedule
 from shardwise.sharding import MeshAxes, Sharding, resolve
 
 __all__ = ["Member", "Settings", "ShardingRule", "agree_on_plan", "agree_on_values", "plan_buckets"]
@@ -36,6 +39,8 @@ class Settings:
         default: used where the function returns None.
         align: start of slots and slices, in elements.
         initial_values: "broadcast" rank 0's where ranks differ, or "verify" that they do not.
+        prefetch: units to gather ahead.
+        reductions_in_flight: buckets whose reduction may overlap with the backward.
         keep_last_unit: keep the unit used last gathered from forward to backward.
         force_collectives: keep axes of one rank, so that a single device runs the whole machinery.
     """
@@ -45,8 +50,19 @@ class Settings:
     precision: Precision
     align: int = DEFAULT_ALIGN
     initial_values: str = "broadcast"
+    prefetch: int = 1
+    reductions_in_flight: int = 2
     keep_last_unit: bool = True
     force_collectives: bool = False
+
+    def schedule(self, num_units: int) -> Schedule:
+        """Return the schedule before any order is agreed."""
+        return Schedule(
+            num_units=num_units,
+            prefetch=self.prefetch,
+            reductions_in_flight=self.reductions_in_flight,
+            keep_last=self.keep_last_unit,
+        )
 
     def axes(self, sizes: MeshAxes) -> MeshAxes:
         """Return the axes over which anything moves."""
@@ -56,6 +72,8 @@ class Settings:
         """Return one parameter's sharding."""
         if isinstance(self.sharding, Sharding):
             return self.sharding
+        if not callable(cast(object, self.sharding)):
+            raise ConfigError(f"sharding must be a Sharding or a function, got {self.sharding!r}")
         chosen = self.sharding(name, param)
         if chosen is not None and not isinstance(chosen, Sharding):
             raise ConfigError(f"sharding: the function returned {chosen!r} for {name}, expected a Sharding or None")
@@ -68,6 +86,15 @@ class Member:
 
     plan: BucketPlan
     params: tuple[NamedParam, ...]
+
+
+class _Key(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    sharding: Sharding
 
 
 def plan_buckets(
@@ -84,29 +111,27 @@ def plan_buckets(
     """
     resolve(settings.default, sizes)
     places = place_params(model, params, units)
-    groups: dict[tuple[object, ...], list[NamedParam]] = {}
+    groups: dict[_Key, list[NamedParam]] = {}
     for p in params:
         dtype = _stored_dtype(p.param, settings.precision)
-        key = (places[id(p.param)], dtype, p.param.requires_grad, settings.sharding_of(p.name, p.param))
+        key = _Key(places[id(p.param)], dtype, p.param.requires_grad, settings.sharding_of(p.name, p.param))
         groups.setdefault(key, []).append(p)
-    ordered = sorted(groups.items(), key=lambda item: int(item[0][0]))  # type: ignore[call-overload]
-    return [_plan_bucket(key, members, units, sizes, settings, groups) for key, members in ordered]
+    counts = Counter(key.unit for key in groups)
+    return [
+        _plan_bucket(key, members, _label(units[key.unit].name, members, alone=counts[key.unit] == 1), sizes, settings)
+        for key, members in sorted(groups.items(), key=lambda item: item[0].unit)
+    ]
 
 
-def _plan_bucket(
-    key: tuple[object, ...],
-    members: Sequence[NamedParam],
-    units: Sequence[UnitModule],
-    sizes: MeshAxes,
-    settings: Settings,
-    groups: Mapping[tuple[object, ...], object],
-) -> Member:
-    number, dtype, trainable, sharding = key
-    assert isinstance(number, int) and isinstance(dtype, torch.dtype) and isinstance(sharding, Sharding)
-    resolve(sharding, sizes)  # names an unknown axis even where it has one rank
+def _label(unit: str, members: Sequence[NamedParam], *, alone: bool) -> str:
+    return (unit or "root") if alone else f"{unit or 'root'} ({members[0].name}, ...)"
+
+
+def _plan_bucket(key: _Key, members: Sequence[NamedParam], label: str, sizes: MeshAxes, settings: Settings) -> Member:
+    resolve(key.sharding, sizes)  # names an unknown axis even where it has one rank
     axes = settings.axes(sizes)
     kept = {
-        field: [axis for axis in getattr(sharding, field) if axis in axes or axis == "*"]
+        field: [axis for axis in getattr(key.sharding, field) if axis in axes or axis == "*"]
         for field in ("param", "grad", "optim")
     }
     placement = resolve(Sharding(**kept), axes)
@@ -114,23 +139,20 @@ def _plan_bucket(
         ParamSpec(
             name=p.name,
             shape=tuple(p.param.shape),
-            dtype=dtype,
+            dtype=key.dtype,
             requires_grad=p.param.requires_grad,
             aliases=p.aliases,
         )
         for p in members
     ]
-    unit = units[number].name or "root"
-    siblings = sum(1 for other in groups if other[0] == number)
-    suffix = f" ({members[0].name}, ...)" if siblings > 1 else ""
     return Member(
         plan=BucketPlan(
-            unit=number,
-            label=f"{unit}{suffix}",
+            unit=key.unit,
+            label=label,
             layout=plan_layout(specs, placement.num_ranks, align=settings.align),
             placement=placement,
-            dtypes=settings.precision.of(dtype),
-            trainable=bool(trainable),
+            dtypes=settings.precision.of(key.dtype),
+            trainable=key.trainable,
         ),
         params=tuple(members),
     )
@@ -151,6 +173,7 @@ def agree_on_plan(agreement: Agreement, members: Sequence[Member], settings: Set
     lines = [
         f"torch {torch.__version__}, Python {platform.python_version()}",
         f"precision {settings.precision}, align {settings.align}, initial values {settings.initial_values}, "
+        f"prefetch {settings.prefetch}, reductions_in_flight {settings.reductions_in_flight}, "
         f"keep_last_unit {settings.keep_last_unit}",
     ]
     for member in members:

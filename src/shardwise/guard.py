@@ -18,16 +18,17 @@ __all__ = ["GuardAccess", "PendingGradient", "ShardedParameter", "guard_class"]
 
 _METADATA = frozenset(
     """
-    shape dtype device requires_grad is_leaf grad_fn layout ndim names is_sparse is_sparse_csr is_quantized is_meta
-    is_cuda is_cpu is_mps is_xpu is_nested is_mkldnn is_vulkan is_ort is_xla is_hpu is_ipu is_maia is_mtia itemsize
-    nbytes output_nr name volatile _backward_hooks _post_accumulate_grad_hooks _base _version retains_grad grad_dtype
-    size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex is_signed
-    storage_offset get_device register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__
-    dense_dim sparse_dim is_inference is_conj is_neg is_shared is_pinned has_names __len__ is_same_size is_tensor
-    _is_view _has_symbolic_sizes_strides dim_order sym_size sym_numel sym_stride result_type can_cast _is_zerotensor
-    is_distributed is_non_overlapping_and_dense zeros_like ones_like empty_like rand_like randn_like randint_like
-    full_like new_empty new_zeros new_ones new_full new_tensor new_empty_strided _grad _grad_fn __torch_dispatch__
-    """.split()
+    __hash__ __len__ __torch_dispatch__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides _is_view
+    _is_zerotensor _post_accumulate_grad_hooks _version can_cast dense_dim device dim dim_order dtype element_size
+    empty_like full_like get_device grad_dtype grad_fn has_names is_complex is_conj is_contiguous is_cpu is_cuda
+    is_distributed is_floating_point is_hpu is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia
+    is_neg is_nested is_non_overlapping_and_dense is_ort is_pinned is_quantized is_same_size is_shared is_signed
+    is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names nbytes ndim ndimension
+    nelement new_empty new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like output_nr rand_like
+    randint_like randn_like register_hook register_post_accumulate_grad_hook requires_grad requires_grad_
+    result_type retain_grad retains_grad shape size sparse_dim storage_offset stride sym_numel sym_size sym_stride
+    volatile zeros_like
+    """.split()  # noqa: SIM905 (a table of words)
 )
 _CONVERSIONS: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -205,7 +206,7 @@ def _converts_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     if not args or not isinstance(args[0], ShardedParameter):
         return False
     param: Tensor = args[0]
-    device: torch.device | None = None
+    device: Any = None
     dtype: torch.dtype | None = None
     if name == "to" and not kwargs.get("copy"):
         if len(args) > 1 and isinstance(args[1], Tensor):
@@ -223,7 +224,7 @@ def _converts_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     same_device = (
         device is None or device == param.device or (device.index is None and device.type == param.device.type)
     )
-    return same_device and dtype in (None, param.dtype)
+    return bool(same_device) and dtype in (None, param.dtype)
 
 
 def _check(param: ShardedParameter, name: str, kind: str, *, written: bool) -> None:

@@ -5,8 +5,8 @@ On CUDA a lane is one side stream and the whole job is queued on it at once. On 
 ``run`` advances the job to its first wait (the transfers are posted), ``Handle.wait`` finishes it and all jobs before
 it on the calling thread, so transfers overlap with compute without a worker thread.
 
-A job's ``reads``, ``writes`` and ``updates`` are what it touches; the CUDA handle keeps them alive, and the instruments in
-``testing/lanes.py`` use them to find a missing wait.
+A job's ``reads``, ``writes`` and ``updates`` are what it touches; the CUDA handle keeps them alive, and the instruments
+in ``testing/lanes.py`` use them to find a missing wait.
 """
 
 from collections import deque

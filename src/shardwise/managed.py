@@ -97,8 +97,8 @@ class Managed:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse: a copy of shards and hooks is no model."""
         raise StateError(
-            "a sharded model cannot be deep-copied: build a second model and load shardwise.full_state_dict(model) into "
-            "it; for an average of weights, average shardwise.local_parameters(model) on every rank"
+            "a sharded model cannot be deep-copied: build a second model and load shardwise.full_state_dict(model) "
+            "into it; for an average of weights, average shardwise.local_parameters(model) on every rank"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -6,7 +6,8 @@ Reads modules, changes nothing. ``api.py`` builds buckets from the result; the p
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ def _check_disjoint(params: Sequence[NamedParam]) -> None:
                 raise LayoutError(f"parameter {p.name} is expanded: several of its elements are one number in memory")
     for pieces in ranges.values():
         pieces.sort()
-        for (_, stop, first), (start, _, second) in zip(pieces, pieces[1:], strict=False):
+        for (_, stop, first), (start, _, second) in pairwise(pieces):
             if start < stop:
                 raise LayoutError(
                     f"parameters {first} and {second} are different Parameter objects over the same memory; tie them "
@@ -121,16 +122,16 @@ def find_units(model: nn.Module, units: Units = None) -> list[UnitModule]:
         ConfigError: a name is not in the model, or the selector finds nothing.
     """
     named = dict(model.named_modules())
+    chosen: dict[str, nn.Module]
     if units is None:
         chosen = _repeated(model) or {}
         chosen |= _large_leaves(model, chosen)
     elif isinstance(units, type) or (isinstance(units, tuple) and all(isinstance(u, type) for u in units)):
-        chosen = {name: module for name, module in named.items() if name and isinstance(module, units)}
-        if not chosen and not isinstance(model, units):
+        chosen = {name: module for name, module in named.items() if name and isinstance(module, cast(Any, units))}
+        if not chosen and not isinstance(model, cast(Any, units)):
             raise ConfigError(f"units={units!r}: the model has no module of this class")
     elif callable(units):
-        predicate = cast(Callable[[nn.Module], bool], units)
-        chosen = {name: module for name, module in named.items() if name and predicate(module)}
+        chosen = {name: module for name, module in named.items() if name and units(module)}
     else:
         if isinstance(units, str):
             raise ConfigError(f"units={units!r}: pass a list of module names, e.g. [{units!r}]")

@@ -5,8 +5,10 @@ runtime asks it at each event and does what it says.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+from shardwise.errors import ConfigError
 
 __all__ = ["Begin", "End", "Schedule", "TraceEvent"]
 
@@ -36,13 +38,26 @@ class Schedule:
         num_units: number of units of the model, in definition order.
         trace: begins and ends of one root forward; empty while no order is agreed.
         prefetch: number of units to gather ahead.
+        reductions_in_flight: buckets whose gradients may travel while the backward goes on; each holds its slab.
         keep_last: keep the units that no other unit follows from forward to backward.
     """
 
     num_units: int
     trace: tuple[TraceEvent, ...] = ()
     prefetch: int = 1
+    reductions_in_flight: int = 2
     keep_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0 or self.reductions_in_flight < 0:
+            raise ConfigError(
+                f"prefetch and reductions_in_flight are numbers >= 0, got {self.prefetch} and "
+                f"{self.reductions_in_flight}"
+            )
+
+    def agreed(self, trace: tuple[TraceEvent, ...]) -> "Schedule":
+        """Return the schedule with another agreed order."""
+        return replace(self, trace=trace)
 
     @cached_property
     def forward_order(self) -> tuple[int, ...]:

@@ -403,7 +403,7 @@ def _table(results: Sequence[_StageResult]) -> Table:
 
     add_row("first loss", lambda result, _: f"{result.losses[0]:.4f}")
     add_row("last loss", lambda result, _: f"{result.losses[-1]:.4f}")
-    add_row("parameters", lambda _, figures: figures.param_digest[:10])
+    add_row("params, sha256", lambda _, figures: figures.param_digest[:10])
     table.add_section()
 
     def add_kind(kind: str) -> None:

@@ -99,7 +99,7 @@ class ProcessGroupComm:
         return self._size
 
     def reserve(self, count: int) -> int:
-        """Return the first of ``count`` free bucket numbers; counted in the store, so equal for every user of the group."""
+        """Return the first of ``count`` free bucket numbers, counted in the store for all users of the group."""
         return int(self._store.add(f"shardwise/{self.axis}/reserved/{self._rank}", count)) - count
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class ProcessGroupComm:
     def _native(self, call: "_Call", collective: Callable[[], object]) -> None:
         try:
             collective()
-        except RuntimeError as error:
+        except dist.DistError as error:  # not every RuntimeError: out of memory is one
             raise self._failure(call, None, error) from error
 
     def _native_reduce_scatter(self, buffer: Tensor, out: Tensor, wire: torch.dtype, sum: torch.dtype) -> None:

@@ -25,8 +25,6 @@ from shardwise.schedule import Begin, End, Schedule, TraceEvent
 
 __all__ = ["Means", "Runtime", "Window"]
 
-MAX_REDUCTIONS_IN_FLIGHT = 2
-
 
 class Window(Enum):
     """What a backward does with its gradients."""
@@ -56,11 +54,11 @@ class Runtime:
         grads_version: changes whenever gradients do; results computed from them carry it.
     """
 
-    def __init__(self, units: Sequence[Unit], means: Means, *, keep_last_unit: bool, scaler: LossScaler | None) -> None:
+    def __init__(self, units: Sequence[Unit], means: Means, schedule: Schedule, scaler: LossScaler | None) -> None:
         self.units = tuple(units)
         self.means = means
         self.scaler = scaler
-        self.schedule = Schedule(num_units=len(units), keep_last=keep_last_unit)
+        self.schedule = schedule
         self.window = Window.FINAL
         self.num_steps = 0
         self.in_backward = False
@@ -225,14 +223,15 @@ class Runtime:
         if self.window is Window.DEFER:
             return
         for bucket in unit.trainable_buckets():
-            while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT:
-                self._reducing.popleft().wait()
+            self._drain(self.schedule.reductions_in_flight - 1)
             if self.window is Window.FINAL:
                 bucket.finalize_grads(1.0 / self.scaler.scale if self.scaler else 1.0)
             else:
                 bucket.reduce_grads()
             self._reducing.append(bucket.trainable_grads)
+            self._drain(self.schedule.reductions_in_flight)
 
-    def _drain(self) -> None:
-        while self._reducing:
+    def _drain(self, most: int = 0) -> None:
+        """Wait for the oldest reductions until at most ``most`` are in flight."""
+        while len(self._reducing) > max(most, 0):
             self._reducing.popleft().wait()

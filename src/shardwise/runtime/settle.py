@@ -14,7 +14,6 @@ from shardwise.numerics.norm import combine_norms, fast_norms, scaled_norm
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.record import Agreement, Record
 from shardwise.runtime.runtime import Runtime
-from shardwise.schedule import Schedule
 
 __all__ = ["Settlement", "Settler"]
 
@@ -68,8 +67,8 @@ class Settler:
         rows = self._exchange(own.pack(self._norms(2.0))).tolist()
         records = [own.unpack(row) for row in rows]
         self.agreement.check_records(records, runtime.means.journal)
-        if len({record.order for record in records}) == 1 and runtime.last_trace:
-            self._agree_on_order()
+        if len({record.order for record in records}) == 1 and runtime.last_trace != runtime.schedule.trace:
+            runtime.schedule = runtime.schedule.agreed(runtime.last_trace)
         norm = combine_norms([combine_norms(record.norms) for record in records])
         first = None
         if not math.isfinite(norm):
@@ -138,14 +137,6 @@ class Settler:
         norm = combine_norms(rows[:, 0].contiguous().view(torch.float64).tolist(), norm_type)
         found = [index for index in rows[:, 1].tolist() if index >= 0]
         return norm, names[min(found)] if found else None
-
-    def _agree_on_order(self) -> None:
-        runtime = self._runtime
-        old = runtime.schedule
-        if old.trace != runtime.last_trace:
-            runtime.schedule = Schedule(
-                num_units=old.num_units, trace=runtime.last_trace, prefetch=old.prefetch, keep_last=old.keep_last
-            )
 
     def _exchange(self, words: torch.Tensor) -> torch.Tensor:
         return self.agreement.words(words, f"record of step {self._runtime.num_steps}").cpu()
