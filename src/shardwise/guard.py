@@ -18,7 +18,7 @@ __all__ = ["GuardAccess", "PendingGradient", "ShardedParameter", "guard_class"]
 
 _METADATA = frozenset(
     """
-    __hash__ __len__ __torch_dispatch__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides _is_view
+    __hash__ __len__ _has_compatible_shallow_copy_type __torch_dispatch__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides _is_view
     _is_zerotensor _post_accumulate_grad_hooks _version can_cast dense_dim device dim dim_order dtype element_size
     empty_like full_like get_device grad_dtype grad_fn has_names is_complex is_conj is_contiguous is_cpu is_cuda
     is_distributed is_floating_point is_hpu is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia
@@ -29,6 +29,9 @@ _METADATA = frozenset(
     result_type retain_grad retains_grad shape size sparse_dim storage_offset stride sym_numel sym_size sym_stride
     volatile zeros_like
     """.split()  # noqa: SIM905 (a table of words)
+)
+_GRADIENT_METADATA = frozenset(
+    {"shape", "dtype", "requires_grad", "ndim", "dim", "size", "numel", "grad_fn", "is_leaf"}
 )
 _CONVERSIONS: Mapping[str, torch.dtype] = {
     "float": torch.float32,
@@ -135,14 +138,14 @@ class PendingGradient(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = _attribute(func)
-        if name in _METADATA and name != "device":
+        if name in _GRADIENT_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         who = next(
             (g._parameter_name for g in _tensors([args, kwargs or {}]) if isinstance(g, PendingGradient)), "a parameter"
         )
         raise StateError(
-            f"the gradient of {who} lives in a flat buffer, so {name}() cannot use it as .grad. To clip, call "
+            f"the gradient of {who} lives in a flat buffer, so {name} cannot use it as .grad. To clip, call "
             "shardwise.clip_grad_norm_(model, max_norm) or clip_grad_value_; to step, pass the optimizer through "
             "shardwise.shard_optimizer; to look at it, call shardwise.full_gradients(model) or local_gradients(model)"
         )

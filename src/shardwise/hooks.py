@@ -8,6 +8,7 @@ autograd's task number tells. See docs/design/0005-saved-weights-are-handles.md 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +60,28 @@ class ModelHooks:
         self._by_storage: dict[int, Bucket] = {}
         self._saved = SavedWeights(self._by_storage, self._active_buckets)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: see ``__reduce_ex__``."""
+        return self.__reduce_ex__(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: the hooks hang on every unit, and a copy of a unit would not train."""
+        raise StateError(
+            "a sharded model, or a part of it, cannot be copied or pickled: build a second model and load "
+            "shardwise.full_state_dict(model) into it; for an average of weights, average "
+            "shardwise.local_parameters(model) on every rank"
+        )
+
     def attach(self) -> None:
         """Register the module hooks."""
         for unit, module in zip(self.runtime.units, self._modules, strict=True):
-            self._hooks.append(module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._after(unit), always_call=True, with_kwargs=True))
+            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+            self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+
+        for module in self._modules[0].modules():
+            if any(param is not None for param in module._parameters.values()):
+                self._hooks.append(module.register_state_dict_post_hook(_own_memory))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -109,61 +127,57 @@ class ModelHooks:
             self.runtime.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _before(self, unit: Unit) -> Callable[..., None]:
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            in_backward = backward_is_running()
-            recomputes = False
-            if in_backward:
-                self.arm()
-                recomputes = unit.recomputes > 0
-                self.runtime.recompute_begins(unit)
-            elif not self._calls:
-                self.runtime.begin_root(records=torch.is_grad_enabled())
-                self._check_tree()
-            grad_enabled = torch.is_grad_enabled()
-            if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
-                unit.recomputes += 1
-            bindings = self.bindings[unit.index]
-            self.runtime.before_forward(unit)
-            saved = self._saved.context() if grad_enabled and self._by_storage else None
-            for binding in bindings:
-                binding.set_guard(on=False)
-            versions = sum(binding.versions() for binding in bindings)
-            self._calls.append(
-                _Call(unit=unit, saved=saved, grad_enabled=grad_enabled, recomputes=recomputes, versions=versions)
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        in_backward = backward_is_running()
+        recomputes = False
+        if in_backward:
+            self.arm()
+            recomputes = unit.recomputes > 0
+            self.runtime.recompute_begins(unit)
+        elif not self._calls:
+            self.runtime.begin_root(records=torch.is_grad_enabled())
+            self._check_tree()
+        grad_enabled = torch.is_grad_enabled()
+        if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
+            unit.recomputes += 1
+        bindings = self.bindings[unit.index]
+        self.runtime.before_forward(unit)
+        saved = self._saved.context() if grad_enabled and self._by_storage else None
+        for binding in bindings:
+            binding.set_guard(on=False)
+        versions = sum(binding.versions() for binding in bindings)
+        self._calls.append(
+            _Call(unit=unit, saved=saved, grad_enabled=grad_enabled, recomputes=recomputes, versions=versions)
+        )
+        if saved is not None:
+            saved.__enter__()
+        if grad_enabled and (recomputes or not in_backward):
+            self._count_use(unit, [*args, *kwargs.values()])
+
+    def _after_forward(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self._calls or self._calls[-1].unit is not unit:
+            return  # the forward failed before its pre-hook was through
+        call = self._calls.pop()
+        if call.saved is not None:
+            call.saved.__exit__(None, None, None)
+        edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
+        if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
+            torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
+        if call.grad_enabled and output is not None:
+            self._hook_outputs(unit, output)
+        self.runtime.after_forward(unit)
+        if unit.active == 0:
+            for binding in self.bindings[unit.index]:
+                binding.set_guard(on=True)
+        if not self._calls and not backward_is_running():
+            self.runtime.end_root(keeps=call.grad_enabled)
+        if edited and not unit.pins:
+            raise StateError(
+                f"unit {unit.name or 'root'}: a parameter was changed in place during its forward, which a "
+                "sharded model would lose; change it inside `with shardwise.unsharded(model):`"
             )
-            if saved is not None:
-                saved.__enter__()
-            if grad_enabled and (recomputes or not in_backward):
-                self._count_use(unit, [*args, *kwargs.values()])
-
-        return before_forward
-
-    def _after(self, unit: Unit) -> Callable[..., None]:
-        def after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not self._calls or self._calls[-1].unit is not unit:
-                return  # the forward failed before its pre-hook was through
-            call = self._calls.pop()
-            if call.saved is not None:
-                call.saved.__exit__(None, None, None)
-            edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
-            if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
-                torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
-            if call.grad_enabled and output is not None:
-                self._hook_outputs(unit, output)
-            self.runtime.after_forward(unit)
-            if unit.active == 0:
-                for binding in self.bindings[unit.index]:
-                    binding.set_guard(on=True)
-            if not self._calls and not backward_is_running():
-                self.runtime.end_root(keeps=call.grad_enabled)
-            if edited and not unit.pins:
-                raise StateError(
-                    f"unit {unit.name or 'root'}: a parameter was changed in place during its forward, which a "
-                    "sharded model would lose; change it inside `with shardwise.unsharded(model):`"
-                )
-
-        return after_forward
 
     def _count_use(self, unit: Unit, inputs: list[Any]) -> None:
         """A use of the unit begins; it ends when the gradients of its inputs arrived."""
@@ -204,6 +218,14 @@ class ModelHooks:
                 "create_graph=True needs gathered parameters until the second backward is over: run both inside "
                 "`with shardwise.unsharded(model):`"
             )
+
+
+def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Give a state dict copies: views would keep, and save, the whole flat buffer."""
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = value.clone()
 
 
 def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -212,7 +212,7 @@ class Managed:
         made = [make_bucket(self.runtime, m, first + i, self.mesh) for i, m in enumerate(planned)]
         kept = tuple(b for b in unit.buckets if b is not bucket)
         others = [b for b in self.hooks.bindings[unit.index] if b is not old]
-        unit.buckets = (*kept, *made)
+        unit.set_buckets((*kept, *made))
         for other in others:
             other.renumber()
         old.release(keep=True)
@@ -222,6 +222,8 @@ class Managed:
         for new in made:
             new.params.adopt_full()
             new.reshard()
+        for binding in self.hooks.bindings[unit.index]:
+            binding.set_guard(on=True)
 
     def check_owned(self, params: Iterable[Tensor], where: str) -> None:
         """Check that tensors are parameters of this model.

@@ -142,7 +142,9 @@ class OptimizerLink:
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Settle the gradients, decide with all ranks, hand the fragments their gradients."""
         managed, runtime = self.managed, self.managed.runtime
-        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+        if {"grad_scale", "found_inf"} & optimizer.__dict__.keys():
+            for name in ("grad_scale", "found_inf"):  # a GradScaler sets them for the length of one step
+                optimizer.__dict__.pop(name, None)
             raise StateError(
                 "torch.amp.GradScaler does not see sharded gradients: use shardwise.scale_loss(model, loss).backward() "
                 "for fp16, and no scaler for bf16 and fp32"
@@ -188,13 +190,11 @@ class OptimizerLink:
             fragments.drop_grads()
             bucket = fragments.bucket
             grads, mine = bucket.trainable_grads, self._slots[bucket.site.index]
-            if not set_to_none:
-                grads.zero()
-            elif len(mine) == len(bucket.site.layout.slots):
+            if set_to_none and len(mine) == len(bucket.site.layout.slots):
                 grads.empty()
             else:
                 for slot in mine:
-                    grads.discard(bucket.site.layout.slots[slot])
+                    grads.discard(bucket.site.layout.slots[slot], keep_arrived=not set_to_none)
         self.managed.runtime.grads_version += 1
 
     def stamp(self) -> dict[str, Any]:

@@ -165,10 +165,11 @@ class GradBuffers:
             self._has_result = True
             self.state = GradState.REDUCED
 
-    def discard(self, slot: Slot) -> None:
-        """Forget everything that arrived for one parameter."""
+    def discard(self, slot: Slot, *, keep_arrived: bool = False) -> None:
+        """Zero everything that arrived for one parameter and, unless ``keep_arrived``, forget that it did."""
         self.wait()
-        self.arrived.discard(slot.index)
+        if not keep_arrived:
+            self.arrived.discard(slot.index)
         place, site = self.site.placement, self.site
         if slot.index in self._written:
             self._view(self._target(), slot).zero_()
@@ -187,13 +188,6 @@ class GradBuffers:
         self._written.clear()
         self._partial = self._has_result = False
         self.state = GradState.EMPTY
-
-    def zero(self) -> None:
-        """Set the gradients to zero and keep them, as ``zero_grad(set_to_none=False)`` does."""
-        arrived = set(self.arrived)
-        self.empty()
-        self.ensure_result()
-        self.arrived = arrived
 
     def _target(self) -> Slab:
         """Return where local gradients grow."""

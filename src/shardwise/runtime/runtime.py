@@ -76,6 +76,8 @@ class Runtime:
         """A root forward begins outside a backward; ``records`` says whether its order counts (grad mode is on)."""
         if self.in_backward:
             self.reset()
+        for unit in self.units:
+            unit.active = 0  # a pre-hook that failed left its mark
         self._trace = [] if records else None
 
     def end_root(self, *, keeps: bool) -> None:
