@@ -82,7 +82,7 @@ class NativeComm(ProcessGroupComm):
         return False
 
 
-def call_shuffled(comm: Comm, num_rounds: int = 20, num_buckets: int = 5) -> Tensor:
+def call_shuffled(comm: Comm, num_rounds: int = 8, num_buckets: int = 5) -> Tensor:
     """Issue and wait in an order that differs on every rank; return how many results are wrong."""
     chance = random.Random(comm.rank)
     wrong = torch.tensor(0)
@@ -154,6 +154,11 @@ def everything_and_native(mesh: Mesh) -> tuple[Results, Results, dict[str, str]]
     return results, native, refused
 
 
+def forced_alone(mesh: Mesh) -> list[Results]:
+    kinds = (ProcessGroupComm(), ProcessGroupComm(forced=True), NativeComm(forced=True), mesh["data"])
+    return [dict(call_all(comm, 0)) for comm in kinds]
+
+
 @cache
 def on_processes(world: tuple[tuple[str, int], ...]) -> list[tuple[Results, Results, dict[str, str]]]:
     return run_processes(dict(world), everything_and_native, timeout=60)
@@ -211,6 +216,12 @@ def test_native_collectives_agree_bitwise_when_deterministic(world: tuple[tuple[
                 assert same(value, expected), name
             else:
                 torch.testing.assert_close(value, expected, rtol=NATIVE_TOLERANCE, atol=NATIVE_TOLERANCE)
+
+
+def test_forced_collectives_of_one_rank_change_nothing() -> None:
+    ((plain, *others),) = run_processes(1, forced_alone)
+    for other in others:
+        assert all(same(value, plain[name]) for name, value in other.items())
 
 
 def test_what_cannot_be_moved_is_refused_with_advice() -> None:
