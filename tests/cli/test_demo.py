@@ -235,11 +235,15 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def running() -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A long demo in a process of its own, with its ranks started."""
     command = [sys.executable, "-c", "from shardwise.cli.main import main; main()"]
     process = subprocess.Popen(
-        [*command, "demo", "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "demo", "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed process cannot remove its temporary folder
     )
     assert process.stdout is not None
     for line in process.stdout:
