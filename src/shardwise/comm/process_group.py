@@ -100,7 +100,7 @@ class ProcessGroupComm:
 
     def reserve(self, count: int) -> int:
         """Return the first of ``count`` free bucket numbers, counted in the store for all users of the group."""
-        return int(self._store.add(f"shardwise/{self.axis}/reserved/{self._rank}", count)) - count
+        return int(self._store.add(f"shardwise/reserved/{self._rank}", count)) - count
 
     @torch.no_grad()
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
