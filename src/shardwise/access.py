@@ -195,6 +195,7 @@ def _local(buckets: list[Bucket], source: Source) -> Iterator[tuple[str, Tensor]
         start, stop = site.bounds(site.placement.num_optim)
         flat = source(bucket)
         if flat is not None:
+            site.lanes.on_compute(reads=[flat])
             for part in site.layout.fragments(start, stop):
                 offset = part.flat_start - start
                 yield part.slot.param.name, flat[offset : offset + part.numel]
@@ -211,6 +212,7 @@ def _full(managed: Managed, buckets: list[Bucket], source: Source) -> dict[str, 
         if owned is None:
             continue
         depth = site.placement.num_optim
+        site.lanes.on_compute(reads=[owned])
         full = owned.new_empty(site.layout.numel)
         site.view(full, 0, depth).copy_(owned)
         for work in site.gather(full, Verb.ACCESS, base=0, depth=depth):

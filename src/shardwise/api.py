@@ -310,7 +310,9 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     managed.settler.settle()
     for bucket in managed.runtime.trainable_buckets():
         if bucket.trainable_grads.has_result:
-            bucket.trainable_grads.owned.clamp_(-float(clip_value), float(clip_value))
+            owned = bucket.trainable_grads.owned
+            bucket.site.lanes.on_compute(writes=[owned])
+            owned.clamp_(-float(clip_value), float(clip_value))
     managed.runtime.grads_version += 1
 
 

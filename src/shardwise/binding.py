@@ -124,11 +124,16 @@ class Binding(GuardAccess):
         self._arm()
         self.bucket.unshard()
         self.bucket.params.wait()
+        self.bucket.params.touch()
 
     def readable(self) -> bool:
         """Whether the whole parameters are in memory; waits for a refresh in flight."""
-        self.bucket.params.settle()
-        return not self.bucket.params.sharded_axes or self.unit.pins > 0
+        params = self.bucket.params
+        params.settle()
+        whole = not params.sharded_axes or self.unit.pins > 0
+        if whole:
+            params.touch()
+        return whole
 
     def editable(self) -> bool:
         """Whether ``unsharded`` holds the unit."""

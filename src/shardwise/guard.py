@@ -18,7 +18,8 @@ __all__ = ["GuardAccess", "PendingGradient", "ShardedParameter", "guard_class"]
 
 _METADATA = frozenset(
     """
-    __hash__ __len__ _has_compatible_shallow_copy_type __torch_dispatch__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides _is_view
+    __hash__ __len__ __torch_dispatch__ _backward_hooks _base _grad _grad_fn _has_compatible_shallow_copy_type
+    _has_symbolic_sizes_strides _is_view
     _is_zerotensor _post_accumulate_grad_hooks _version can_cast dense_dim device dim dim_order dtype element_size
     empty_like full_like get_device grad_dtype grad_fn has_names is_complex is_conj is_contiguous is_cpu is_cuda
     is_distributed is_floating_point is_hpu is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia

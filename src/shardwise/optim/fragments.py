@@ -42,6 +42,8 @@ class BucketFragments:
         wanted = set(slots)
         grads = self.bucket.trainable_grads
         source = grads.owned if grads.has_result else None
+        if source is not None:
+            self.bucket.site.lanes.on_compute(reads=[source])
         if source is not None and self._cast is not None and wanted & self.params.keys():
             source = self._cast.fill().copy_(source)
         for index, param in self.params.items():

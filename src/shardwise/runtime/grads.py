@@ -12,7 +12,6 @@ from enum import Enum
 from torch import Tensor
 
 from shardwise.comm.base import Verb
-from shardwise.errors import StateError
 from shardwise.lanes import Handle, Steps
 from shardwise.layout import Slot
 from shardwise.memory import Kind, Slab
@@ -152,19 +151,6 @@ class GradBuffers:
         if not self._partial:
             self._free(self._window)
 
-    def require_final(self) -> None:
-        """Check that the final gradient is there (or there is none at all)."""
-        self.wait()
-        if self.has_local:
-            raise StateError(f"{self.site.label}: local gradients were never reduced")
-
-    def ensure_result(self) -> None:
-        """Provide a zero gradient where no backward brought one."""
-        if not self._has_result:
-            self.resting.fill().zero_()
-            self._has_result = True
-            self.state = GradState.REDUCED
-
     def discard(self, slot: Slot, *, keep_arrived: bool = False) -> None:
         """Zero everything that arrived for one parameter and, unless ``keep_arrived``, forget that it did."""
         self.wait()
@@ -172,12 +158,16 @@ class GradBuffers:
             self.arrived.discard(slot.index)
         place, site = self.site.placement, self.site
         if slot.index in self._written:
-            self._view(self._target(), slot).zero_()
+            view = self._view(self._target(), slot)
+            site.lanes.on_compute(writes=[view])
+            view.zero_()
         origin, end = site.bounds(place.num_grad)
         first, last = max(slot.start, origin), min(slot.stop, end)
         for slab in (self.resting, self._window):
             if slab.filled and first < last:
-                slab.tensor[first - origin : last - origin].zero_()
+                view = slab.tensor[first - origin : last - origin]
+                site.lanes.on_compute(writes=[view])
+                view.zero_()
 
     def empty(self) -> None:
         """Forget all gradients and give their memory back."""

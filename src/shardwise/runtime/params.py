@@ -74,6 +74,7 @@ class ParamBuffers:
         """Take the values now in the full buffer as the parameters: fill shard and master from them."""
         place = self.site.placement
         self.wait()
+        self.site.lanes.on_compute(reads=[self.full.tensor], writes=[self.shard, self.master])
         if self.sharded_axes:
             self.shard.copy_(self.site.view(self.full.tensor, 0, place.num_param))
         if self.separate_master:
@@ -84,6 +85,7 @@ class ParamBuffers:
         if not self.separate_master:
             return
         start, stop = self.site.bounds(self.site.placement.num_optim)
+        self.site.lanes.on_compute(writes=[self.master])
         for part in self.site.layout.fragments(start, stop):
             flat = values[part.slot.index].reshape(-1)
             offset = part.flat_start - start
@@ -96,6 +98,7 @@ class ParamBuffers:
         Ranks that edited differently end up alike: each element is taken from the rank whose finest slice holds it.
         """
         place, site = self.site.placement, self.site
+        site.lanes.on_compute(writes=[self.full.tensor, self.shard, self.master])
         for work in site.gather(self.full.tensor, Verb.ACCESS, base=0, depth=len(place.axes)):
             if work is not None:
                 work.wait()
@@ -184,10 +187,9 @@ class ParamBuffers:
         if self.separate_master:
             self.site.arena.drop(Kind.MASTER, self.master)
 
-    def touch(self, *, write: bool = False) -> None:
-        """Tell the instruments that compute reads (or writes) the full parameters now."""
-        tensors = [self.full.tensor]
-        self.site.lanes.on_compute(**({"writes": tensors} if write else {"reads": tensors}))
+    def touch(self) -> None:
+        """Tell the instruments that compute reads the full parameters now."""
+        self.site.lanes.on_compute(reads=[self.full.tensor])
 
     def _wait_pending(self) -> None:
         if self._pending is not None:

@@ -94,7 +94,9 @@ class Settler:
         """Multiply the settled gradients by ``factor``; the settlement's norm follows."""
         settlement = self.settle()
         for bucket in self._settled():
-            bucket.trainable_grads.owned.mul_(factor)
+            owned = bucket.trainable_grads.owned
+            self._runtime.means.lanes.on_compute(writes=[owned])
+            owned.mul_(factor)
         self._last = Settlement(
             grads_version=settlement.grads_version,
             norm=settlement.norm * factor,
@@ -113,6 +115,7 @@ class Settler:
             bucket.trainable_grads.own_slice if bucket.trainable_grads.has_result else empty
             for bucket in self._runtime.trainable_buckets()
         ]
+        self._runtime.means.lanes.on_compute(reads=slices)
         return fast_norms(slices, norm_type, device)
 
     def _look_closer(self, norm_type: float) -> tuple[float, str | None]:
