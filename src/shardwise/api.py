@@ -318,9 +318,8 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 
 def scale_loss(model: nn.Module, loss: Tensor) -> Tensor:
     """Multiply a loss by the model's loss scale before its backward; 1 unless a trainable parameter is fp16."""
-    managed = Managed.of(model)
-    managed.loss_was_scaled = True
-    return loss * managed.runtime.scaler.scale if managed.runtime.scaler else loss
+    scaler = Managed.of(model).runtime.scaler
+    return loss if scaler is None else scaler.scale_loss(loss)
 
 
 def unshard_model(model: M) -> M:

@@ -76,7 +76,6 @@ class Managed:
         self.settings = settings
         self.mesh = mesh
         self.optimizers: list[OptimizerHook] = []
-        self.loss_was_scaled = False
         self.hooks = ModelHooks(runtime, [unit.module for unit in units], self.check_tree)
         self._bindings: dict[int, Binding] = {}  # by id of the parameter
         self._flags: list[tuple[nn.Parameter, bool]] = []
@@ -252,18 +251,6 @@ class Managed:
                 f"{missing[:8]}. Add them, freeze them, or pass partial=True"
             )
 
-    def check_scaled(self) -> None:
-        """Check that an fp16 model's loss was scaled before its step.
-
-        Raises:
-            StateError: it was not.
-        """
-        if self.runtime.scaler is not None and not self.loss_was_scaled:
-            raise StateError(
-                "fp16 gradients need a scaled loss: call shardwise.scale_loss(model, loss).backward(), or pass "
-                "Precision(loss_scale=None) to train without a scale"
-            )
-
     def clear_failed_backward(self) -> None:
         """Forget what a failed backward left behind."""
         if self.runtime.in_backward and not backward_is_running():
@@ -271,7 +258,6 @@ class Managed:
 
     def after_update(self, buckets: Sequence[Bucket]) -> None:
         """Masters changed: refresh the parameters and let autograd notice graphs that are stale now."""
-        self.loss_was_scaled = False
         self.runtime.refresh_params(buckets)
         resident = [
             param

@@ -1,6 +1,8 @@
 """The state of a dynamic loss scale; the rule is ``precision.LossScale``."""
 
-from shardwise.errors import NonFiniteError
+from torch import Tensor
+
+from shardwise.errors import NonFiniteError, StateError
 from shardwise.precision import LossScale
 
 __all__ = ["LossScaler"]
@@ -14,9 +16,28 @@ class LossScaler:
         self.scale = rule.initial
         self._clean_steps = 0
         self._tolerance = rule.hysteresis
+        self._loss_was_scaled = False
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the scale."""
+        self._loss_was_scaled = True
+        return loss * self.scale
+
+    def check_scaled(self) -> None:
+        """Check that the gradients come from a scaled loss.
+
+        Raises:
+            StateError: no loss was scaled since the last step.
+        """
+        if not self._loss_was_scaled:
+            raise StateError(
+                "fp16 gradients need a scaled loss: call shardwise.scale_loss(model, loss).backward(), or pass "
+                "Precision(loss_scale=None) to train without a scale"
+            )
 
     def after_step(self) -> None:
         """Count a step without overflow."""
+        self._loss_was_scaled = False
         self._clean_steps += 1
         if self._clean_steps >= self._rule.growth_interval:
             self._clean_steps = 0
@@ -29,6 +50,7 @@ class LossScaler:
         Raises:
             NonFiniteError: the scale is at its minimum already.
         """
+        self._loss_was_scaled = False
         self._clean_steps = 0
         if self.scale <= self._rule.minimum:
             raise NonFiniteError(

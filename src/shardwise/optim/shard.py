@@ -151,7 +151,6 @@ class OptimizerLink:
             )
         args, kwargs = _run_closure(args, kwargs)
         self.applied = False
-        managed.check_scaled()
         settlement = managed.settler.settle()
         self.first_nonfinite = settlement.first_nonfinite
         bad = not math.isfinite(settlement.norm) or settlement.first_nonfinite is not None

@@ -55,6 +55,8 @@ class Settler:
         if self._last is not None and self._last.grads_version == runtime.grads_version:
             return self._last
         buckets = runtime.trainable_buckets()
+        if runtime.scaler is not None and any(bucket.trainable_grads.arrived for bucket in buckets):
+            runtime.scaler.check_scaled()
         flags = [slot.index in b.trainable_grads.arrived for b in buckets for slot in b.site.layout.slots]
         own = Record(
             step=runtime.num_steps,
