@@ -116,9 +116,17 @@ def test_first_example_runs(document: str, num_ranks: int, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
+def test_snippets_of_the_reference_run(tmp_path: Path) -> None:
+    script = tmp_path / "reference.py"
+    script.write_text("\n".join(blocks((ROOT / "docs" / "reference.md").read_text(), "python")))
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_reference_lists_the_public_names() -> None:
     headings = re.findall(r"^### `([\w.]+)", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
-    assert sorted(headings) == sorted(shardwise.__all__)
+    assert sorted(headings) == sorted(name for name in shardwise.__all__ if name != "__version__")
 
 
 def test_documents_named_in_the_code_exist() -> None:
