@@ -17,6 +17,7 @@ from shardwise.build import Settings, ShardingRule, agree_on_plan, agree_on_valu
 from shardwise.comm.base import Mesh, reserve
 from shardwise.comm.process_group import mesh_from
 from shardwise.errors import ConfigError, NonFiniteError, StateError
+from shardwise.guard import ShardedParameter
 from shardwise.lanes import Lanes, make_lanes
 from shardwise.layout import DEFAULT_ALIGN
 from shardwise.managed import RESERVED_NAME, Managed, make_bucket
@@ -108,6 +109,9 @@ def shard(
         if RESERVED_NAME in module.__dict__:
             raise StateError(f"{name or 'the model'} is sharded already: a module can be sharded once")
     params = collect_params(model)
+    taken = [p.name for p in params if isinstance(p.param, ShardedParameter)]
+    if taken:
+        raise StateError(f"parameters {taken[:5]} belong to another sharded model: shard the module around both")
     device = check_params(params)
     found = find_units(model, units)
     schedule = settings.schedule(len(found))

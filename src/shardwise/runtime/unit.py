@@ -76,6 +76,7 @@ class Unit:
 
     def unpin(self, *, adopt_edits: bool) -> None:
         """One caller less needs the full parameters; take its edits over."""
+        self.unshard()  # a step inside the context freed them
         self.wait()
         self.pins -= 1
         if adopt_edits:
