@@ -64,7 +64,8 @@ def combine_norms(norms: Sequence[float], norm_type: float = 2.0) -> float:
 def _fast_norm(flat: Tensor, norm_type: float) -> Tensor:
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=flat.device)
-    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    narrow = flat.dtype != torch.float64 and norm_type in (2.0, math.inf)  # a long sum of first powers loses digits
+    dtype = torch.float32 if narrow else torch.float64
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype).double()
     if whole < flat.numel():
