@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import StateError
 
-__all__ = ["GuardAccess", "PendingGradient", "ShardedParameter", "guard_class"]
+__all__ = ["GuardAccess", "GuardedFragment", "PendingGradient", "ShardedParameter", "guard_class"]
 
 _METADATA = frozenset(
     """
@@ -88,7 +88,7 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "grad" and kind:
                 return _grad(func, kind, args)
-            if name in _METADATA:
+            if name in _METADATA or (name in ("grad", "backward") and not kind):  # autograd reads saved weights only
                 return func(*args, **kwargs)
             if name == "data" and kind == "__set__":
                 _set_data(args[0], args[1])
@@ -117,6 +117,25 @@ def guard_class(original: type[nn.Parameter], access: GuardAccess) -> type[nn.Pa
     """Return the class that guarded parameters of one bucket have instead of ``original``."""
     bases = (ShardedParameter,) if original is nn.Parameter else (ShardedParameter, original)
     return type(f"Sharded{original.__name__}", bases, {"_access": access, "__doc__": ShardedParameter.__doc__})
+
+
+class GuardedFragment(nn.Parameter):
+    """Class of an optimizer's fragments outside its step: a pending gradient must not read as None there either."""
+
+    _name: str
+    _is_pending: Callable[[], bool]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what plain torch does, but for reading a pending gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            fragment = args[0] if args else None
+            reads_grad = getattr(func, "__name__", "") == "__get__" and _attribute(func) == "grad"
+            if reads_grad and isinstance(fragment, GuardedFragment) and fragment._is_pending():
+                return PendingGradient.of(fragment, fragment._name)
+            return func(*args, **(kwargs or {}))
 
 
 class PendingGradient(Tensor):
@@ -148,7 +167,7 @@ class PendingGradient(Tensor):
         raise StateError(
             f"the gradient of {who} lives in a flat buffer, so {name} cannot use it as .grad. To clip, call "
             "shardwise.clip_grad_norm_(model, max_norm) or clip_grad_value_; to step, pass the optimizer through "
-            "shardwise.shard_optimizer; to look at it, call shardwise.full_gradients(model) or local_gradients(model)"
+            "shardwise.shard_optimizer; for fp16, use shardwise.scale_loss instead of a GradScaler; to look at it, call shardwise.full_gradients(model) or local_gradients(model)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

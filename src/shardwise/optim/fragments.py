@@ -7,9 +7,9 @@ alignment), so element-wise optimizers round alike at every stage.
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
+from shardwise.guard import GuardedFragment
 from shardwise.layout import Fragment
 from shardwise.memory import Kind, Slab
 from shardwise.runtime.bucket import Bucket
@@ -31,15 +31,28 @@ class BucketFragments:
         self.parts: Mapping[int, Fragment] = {
             part.slot.index: part for part in site.layout.fragments(self._start, stop)
         }
-        self.params = {index: nn.Parameter(self._cut(bucket.params.master, part)) for index, part in self.parts.items()}
+        self.params = {index: self._make(part) for index, part in self.parts.items()}
         self._cast: Slab | None = None
         dtypes = site.dtypes
         if dtypes.accumulate != dtypes.master:
             self._cast = site.arena.slab(Kind.STAGING, bucket.params.master.numel(), dtypes.master)
 
+    def _make(self, part: Fragment) -> nn.Parameter:
+        fragment = nn.Parameter(self._cut(self.bucket.params.master, part))
+        slot, grads = part.slot, self.bucket.trainable_grads
+        fragment.__dict__.update(_name=slot.param.name, _is_pending=lambda: slot.index in grads.arrived)
+        fragment.__class__ = GuardedFragment
+        return fragment
+
+    def set_guard(self, *, on: bool) -> None:
+        """Guard the fragments' gradients outside the optimizer's step, give torch plain parameters inside it."""
+        for param in self.params.values():
+            param.__class__ = GuardedFragment if on else nn.Parameter
+
     def set_grads(self, slots: Iterable[int]) -> None:
         """Give the fragments of ``slots`` their gradients, in the master's dtype; the others get None."""
         wanted = set(slots)
+        self.set_guard(on=False)
         grads = self.bucket.trainable_grads
         source = grads.owned if grads.has_result else None
         if source is not None:
@@ -54,15 +67,10 @@ class BucketFragments:
         """Take the gradients away and free what their cast needed."""
         for param in self.params.values():
             param.grad = None
+        self.set_guard(on=True)
         if self._cast is not None:
             self._cast.release()
 
     def _cut(self, owned: Tensor, part: Fragment) -> Tensor:
         offset = part.flat_start - self._start
         return owned[offset : offset + part.numel]
-
-    def state_tensor(self, state: Mapping[nn.Parameter, Mapping[str, object]], index: int, name: str) -> Tensor | None:
-        """Return one named state of one slot's fragment if it is a tensor as long as the fragment."""
-        param = self.params.get(index)
-        value = state.get(param, {}).get(name) if param is not None else None
-        return value if isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape else None
