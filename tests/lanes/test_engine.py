@@ -228,7 +228,7 @@ def test_results_are_the_same_bits_on_nested_axes_whenever_side_work_runs(scenar
 # nobody reads before the last wait of the backward, which orders everything that its lane did before.
 #
 # ParamBuffers.settle after training: ``full_*`` reads the masters, which a refresh reads too and never writes. Where
-# masters are separate, ``full_state_dict`` reads what the refresh wrote, but after the last of these waits: that counts.
+# masters are separate, ``full_state_dict`` reads what the refresh wrote, after the last of these waits, which counts.
 REDUNDANT: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("plain", "stage 0"): {"GradBuffers.wait": 9},
     ("plain", "stage 1"): {"GradBuffers.wait": 9, "ParamBuffers.settle": 4},
@@ -271,7 +271,7 @@ def test_every_skipped_wait_is_noticed_or_listed_with_its_reason(scenario: str, 
     assert Counter(unnoticed) == REDUNDANT[scenario, stage]
 
 
-# Poison alone does not see that a gather reads a shard which a refresh may be writing: late jobs run in their order too.
+# Poison alone does not see a gather that reads a shard while a refresh may write it: late jobs run in order too.
 @pytest.mark.matrix
 @pytest.mark.parametrize(("scenario", "stage"), list(REDUNDANT))
 def test_poison_alone_shows_skipped_waits(scenario: str, stage: str) -> None:
