@@ -18,6 +18,7 @@ from shardwise.comm.base import Mesh, Verb
 from shardwise.comm.recording import record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
+from shardwise.planner.memory import MemoryPlan
 from shardwise.testing.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -46,6 +47,14 @@ def mlp() -> nn.Sequential:
             scale = param.shape[1] ** -0.5 if param.dim() == 2 else 0.01
             param.copy_(torch.randn(param.shape, generator=generator) * scale)
     return model
+
+
+def plan_of(stage: int) -> MemoryPlan:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 64), *(nn.Linear(64, 64) for _ in range(12)), nn.Linear(64, 8))
+    return shardwise.plan(
+        model, NUM_RANKS, stage=stage, units=nn.Linear, align=1, precision=BF16, optimizer=torch.optim.Adam
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +111,7 @@ def _accounts(stage: int, keep_last_unit: bool, overlap: bool) -> list[Account]:
             optimizer.zero_grad()
         return Account(
             at_rest=at_rest,
-            planned=shardwise.plan(
-                mlp(), NUM_RANKS, stage=stage, units=nn.Linear, align=1, precision=BF16, optimizer=torch.optim.Adam
-            ).of_rank(mesh["data"].rank),
+            planned=plan_of(stage).of_rank(mesh["data"].rank),
             sent=log.elements_by_verb(),
             peak_forward=peak_forward,
             peak_backward=peak_backward,
@@ -164,6 +171,7 @@ def test_elements_sent_are_those_of_the_lecture(stage: int, keep_last_unit: bool
 )
 def test_transients_stay_within_one_layer_without_overlap(stage: int, keep_last_unit: bool, over_rest: int) -> None:
     one_layer = LARGEST_LAYER * 2
+    assert plan_of(3).largest_unit_bytes == one_layer
     for account in accounts(stage, keep_last_unit=keep_last_unit, overlap=False):
         gathered = one_layer if stage == 3 else 0
         assert account.peak_forward[Kind.GATHERED] == gathered

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.layout import range_to_boxes
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 SIZES = {0: (), 1: range(8), 2: range(6), 3: range(4), 4: range(1, 4)}
 WORST = {0: 1, 1: 1, 2: 3, 3: 5, 4: 7}

@@ -13,7 +13,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Fragment, Layout, ParamSpec, plan_layout
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
@@ -168,7 +168,9 @@ VARIANTS = {
     "fewer": plan_layout([BASE], 2),
     "ranks": plan_layout([BASE, OTHER], 4),
     "alignment": plan_layout([BASE, OTHER], 2, align=32),
-    "slice": dataclasses.replace(PLANNED, shard_numel=128),
+    "alignment alone": dataclasses.replace(PLANNED, align=32),
+    "ranks alone": dataclasses.replace(PLANNED, num_ranks=3),
+    "slice alone": dataclasses.replace(PLANNED, shard_numel=128),
     "moved": dataclasses.replace(PLANNED, slots=(PLANNED.slots[0], dataclasses.replace(PLANNED.slots[1], start=32))),
 }
 

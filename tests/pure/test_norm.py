@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.numerics.norm import ROW_NUMEL, check_norm_type, combine_norms, fast_norms, scaled_norm
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 CPU = torch.device("cpu")
 ORDERS = [1.0, 2.0, math.inf, 3.0]

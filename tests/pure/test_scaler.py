@@ -11,7 +11,7 @@ from shardwise.numerics.scaler import LossScaler
 from shardwise.precision import LossScale
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

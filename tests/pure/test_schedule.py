@@ -8,7 +8,7 @@ from shardwise.errors import ConfigError
 from shardwise.schedule import Begin, End, Schedule, TraceEvent
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 NUM_UNITS = 6
 
