@@ -59,8 +59,8 @@ def test_integer_gradients_equal_a_plain_process_bit_for_bit(
 def train_by_hand(case: Case, num_ranks: int, *, reduce_each: bool) -> Trace:
     """Train as the design says ranks do, in plain torch: rounded to the wire, added in rank order in fp32, divided.
 
-    Without clipping, for parameters of one dtype. Masters are fp32; ``reduce_each`` reduces every micro-batch alone. One
-    rank sends nothing and rounds nothing, unless its collectives are forced.
+    Without clipping, for parameters of one dtype. Masters are fp32; ``reduce_each`` reduces every micro-batch alone.
+    One rank sends nothing and rounds nothing, unless its collectives are forced.
     """
     model = case.make_model().to(case.precision.param or case.dtype)
     masters = {name: p.detach().float() for name, p in case.make_model().named_parameters()}
@@ -84,7 +84,9 @@ def train_by_hand(case: Case, num_ranks: int, *, reduce_each: bool) -> Trace:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(fragments[name])
-    state = {f"{n}/{key}": v for n, f in fragments.items() for key, v in optimizer.state.get(f, {}).items() if f.numel()}
+    state = {
+        f"{n}/{key}": v for n, f in fragments.items() for key, v in optimizer.state.get(f, {}).items() if f.numel()
+    }
     return Trace(
         losses=(),
         norms=(),

@@ -88,7 +88,9 @@ def test_gradients_differ_between_ranks(oddities: tuple[str, ...], step: int) ->
     for name in set.intersection(*(set(share) for share in shares)):
         for first, second in ((a, b) for a in range(4) for b in range(a)):
             if (one := shares[first][name]).numel():
-                assert float((one - shares[second][name]).abs().max()) > 100 * FP32.relative * float(one.abs().max()), name
+                assert float((one - shares[second][name]).abs().max()) > 100 * FP32.relative * float(one.abs().max()), (
+                    name
+                )
 
 
 def test_integer_net_has_integer_gradients_on_any_share_of_the_rows() -> None:

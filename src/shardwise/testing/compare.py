@@ -270,10 +270,8 @@ def _assert_close(trace: Trace, expected: Trace, tolerance: Tolerance, where: st
             continue
         assert bool(tensor.isfinite().all()), f"{where}: {name} is not finite"
         largest = float(other.abs().max())
-        error = float((tensor.double() - other.double()).abs().max()) / (largest or 1.0)
-        assert error <= tolerance.relative, (
-            f"{where}: {name} is off by {error:.3g} of its largest element, {tolerance.name} allows {tolerance.relative}"
-        )
+        error, allowed = float((tensor.double() - other.double()).abs().max()) / (largest or 1.0), tolerance.relative
+        assert error <= allowed, f"{where}: {name} is off by {error:.3g} of its largest, {tolerance.name} is {allowed}"
 
 
 def _window(micro_batches: MicroBatches, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,6 @@ and rounded afterwards, so that a model is the same on every rank, in every thre
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
@@ -42,13 +41,14 @@ class Block(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """Map [rows, width] to [rows, width]."""
         hidden = torch.tanh(self.up(self.norm(h.to(self.norm.weight.dtype)).to(self.up.weight.dtype)))
-        return h + self.down(hidden.to(self.down.weight.dtype)).to(h.dtype)
+        out: Tensor = h + self.down(hidden.to(self.down.weight.dtype)).to(h.dtype)
+        return out
 
 
 class _Readout(nn.Module):
     """Multiply by a matrix stored as an input map stores it, so that the two can be one parameter."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[1]))
@@ -76,11 +76,12 @@ class OddNet(nn.Module):
             raise ValueError(f"oddities are {ODDITIES}, got {sorted(unknown)}")
         width = _UNEVEN_WIDTH if "uneven" in self.oddities else _WIDTH
         self.entry = nn.Linear(_FEATURES, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        tied = "tied" in self.oddities
-        self.readout = _Readout(self.entry.weight if tied else nn.Parameter(torch.empty(width, _FEATURES)))
-        if tied:
-            self.blocks[2].up.weight = self.blocks[0].up.weight  # type: ignore[union-attr]
+        blocks = [Block(width) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.readout = _Readout(nn.Parameter(torch.empty(width, _FEATURES)))
+        if "tied" in self.oddities:
+            self.readout.weight = self.entry.weight
+            blocks[2].up.weight = blocks[0].up.weight
         if "uneven" in self.oddities:
             self.scale = nn.Parameter(torch.empty(()))
             self.shift = nn.Parameter(torch.empty(1))
@@ -89,14 +90,15 @@ class OddNet(nn.Module):
             self.spare = nn.Linear(width, width)
             self.sometimes = nn.Linear(width, width)
         if "reused" in self.oddities:
-            self.again = self.blocks[1]
+            self.again = blocks[1]
         self.to(dtype)
         if "frozen" in self.oddities:
-            for part in (self.blocks[0], self.blocks[1].up.weight, self.entry.bias):  # type: ignore[union-attr]
-                part.requires_grad_(False)  # type: ignore[operator, union-attr]
+            blocks[0].requires_grad_(False)
+            blocks[1].up.weight.requires_grad_(False)
+            self.entry.bias.requires_grad_(False)
         if "mixed" in self.oddities:
-            self.blocks[1].down.to(other_dtype)  # type: ignore[operator, union-attr]
-            self.blocks[2].norm.to(other_dtype)  # type: ignore[operator, union-attr]
+            blocks[1].down.to(other_dtype)
+            blocks[2].norm.to(other_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, 6] to [rows, 6]."""
