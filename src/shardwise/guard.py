@@ -167,7 +167,8 @@ class PendingGradient(Tensor):
         raise StateError(
             f"the gradient of {who} lives in a flat buffer, so {name} cannot use it as .grad. To clip, call "
             "shardwise.clip_grad_norm_(model, max_norm) or clip_grad_value_; to step, pass the optimizer through "
-            "shardwise.shard_optimizer; for fp16, use shardwise.scale_loss instead of a GradScaler; to look at it, call shardwise.full_gradients(model) or local_gradients(model)"
+            "shardwise.shard_optimizer; for fp16, use shardwise.scale_loss instead of a GradScaler; to look at it, "
+            "call shardwise.full_gradients(model) or local_gradients(model)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

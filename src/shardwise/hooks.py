@@ -6,7 +6,7 @@ autograd's task number tells. See docs/design/0005-saved-weights-are-handles.md 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from shardwise.binding import Binding
 from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.runtime import Runtime
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import Unit, Use
 from shardwise.saved import SavedWeights
+from shardwise.uses import UseHooks
 
 __all__ = ["ModelHooks", "backward_is_running"]
 
@@ -37,7 +38,7 @@ class _Call:
     unit: Unit
     saved: AbstractContextManager[Any] | None
     grad_enabled: bool
-    recomputes: bool  # a reentrant checkpoint calls it again, inside a backward
+    use: Use | None
     versions: int  # of the unit's parameters, to notice edits in place
 
 
@@ -59,6 +60,7 @@ class ModelHooks:
         self._hooks: list[RemovableHandle] = []
         self._by_storage: dict[int, Bucket] = {}
         self._saved = SavedWeights(self._by_storage, self._active_buckets)
+        self._uses = UseHooks(runtime, self._backward_event)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refuse: see ``__reduce_ex__``."""
@@ -110,6 +112,7 @@ class ModelHooks:
 
     def end_backward(self) -> None:
         """Autograd's callback at the end of a backward."""
+        self._uses.end_backward()
         self.runtime.end_backward()
 
     def _index_storages(self) -> None:
@@ -146,13 +149,11 @@ class ModelHooks:
         for binding in bindings:
             binding.set_guard(on=False)
         versions = sum(binding.versions() for binding in bindings)
-        self._calls.append(
-            _Call(unit=unit, saved=saved, grad_enabled=grad_enabled, recomputes=recomputes, versions=versions)
-        )
+        counts = grad_enabled and (recomputes or not in_backward)
+        use = self._uses.begin(unit, [*args, *kwargs.values()]) if counts else None
+        self._calls.append(_Call(unit=unit, saved=saved, grad_enabled=grad_enabled, use=use, versions=versions))
         if saved is not None:
             saved.__enter__()
-        if grad_enabled and (recomputes or not in_backward):
-            self._count_use(unit, [*args, *kwargs.values()])
 
     def _after_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -166,7 +167,7 @@ class ModelHooks:
         if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
             torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
         if call.grad_enabled and output is not None:
-            self._hook_outputs(unit, output)
+            self._uses.hook_outputs(unit, call.use, output)
         self.runtime.after_forward(unit)
         if unit.active == 0:
             for binding in self.bindings[unit.index]:
@@ -179,32 +180,8 @@ class ModelHooks:
                 "sharded model would lose; change it inside `with shardwise.unsharded(model):`"
             )
 
-    def _count_use(self, unit: Unit, inputs: list[Any]) -> None:
-        """A use of the unit begins; it ends when the gradients of its inputs arrived."""
-        tensors = [t for t in walk_tensors(inputs) if t.requires_grad and not isinstance(t, nn.Parameter)]
-        if not tensors:
-            return
-        unit.uses += 1
-
-        def use_done(_: Sequence[Tensor | None]) -> None:
-            self.arm()
-            self.runtime.use_done(unit)
-
-        torch.autograd.graph.register_multi_grad_hook(tensors, use_done, mode="all")
-
-    def _hook_outputs(self, unit: Unit, output: Any) -> None:
-        def before_backward(grad: Tensor) -> None:
-            self._refuse_double_backward(unit)
-            self.arm()
-            self.runtime.before_backward(unit)
-
-        for tensor in walk_tensors(output):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
-
     def _grad_ready(self, unit: Unit, number: int, slot: int, param: nn.Parameter) -> None:
-        self._refuse_double_backward(unit)
-        self.arm()
+        self._backward_event(unit)
         with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
         if grad is not None and grad.layout is not torch.strided:
@@ -212,12 +189,14 @@ class ModelHooks:
             raise StateError(f"{name}: sparse gradients cannot be reduced in a flat buffer; use sparse=False")
         self.runtime.grad_ready(unit, number, slot, grad)
 
-    def _refuse_double_backward(self, unit: Unit) -> None:
+    def _backward_event(self, unit: Unit) -> None:
+        """Something happened in a backward: refuse double backward, note that it runs."""
         if torch.is_grad_enabled() and not unit.pins:  # inside a hook: create_graph=True
             raise StateError(
                 "create_graph=True needs gathered parameters until the second backward is over: run both inside "
                 "`with shardwise.unsharded(model):`"
             )
+        self.arm()
 
 
 def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -226,20 +205,3 @@ def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         value = state.get(prefix + name)
         if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             state[prefix + name] = value.clone()
-
-
-def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, dataclasses and plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from walk_tensors(item, depth - 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from walk_tensors(item, depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        for item in vars(value).values():
-            yield from walk_tensors(item, depth - 1)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["check_elementwise", "state_words", "supports_fused"]
+__all__ = ["check_elementwise", "state_at_start", "state_words", "supports_fused"]
 
 _WHOLE = frozenset(
     {"Muon", "Shampoo", "DistributedShampoo", "SOAP", "Adafactor", "CAME", "GaLore", "LAMB", "Lamb", "LARS"}
@@ -69,6 +70,17 @@ def state_words(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
     if name not in table:
         raise ConfigError(f"unknown optimizer state of {name}: pass optim_words=, its state elements per parameter")
     return int(table[name])
+
+
+def state_at_start(optimizer_class: type, group: Mapping[str, Any], fragment: Tensor) -> dict[str, Tensor] | None:
+    """Return the state that torch gives a parameter when the optimizer is built; None if it waits for a step."""
+    if torch.optim.Adagrad not in optimizer_class.__mro__:
+        return None
+    start = float(group["initial_accumulator_value"])
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=fragment.device),
+        "sum": torch.full_like(fragment, start, requires_grad=False),
+    }
 
 
 def supports_fused(optimizer_class: type, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, NonFiniteError, StateError
 from shardwise.managed import Managed
-from shardwise.optim.families import check_elementwise, supports_fused
+from shardwise.optim.families import check_elementwise, state_at_start, supports_fused
 from shardwise.optim.fragments import BucketFragments
 
 __all__ = ["OnNonFinite", "ShardedOptimizer", "link_of", "shard_optimizer"]
@@ -95,10 +95,10 @@ class OptimizerLink:
         """Refuse: fragments are no state."""
         raise StateError("a sharded optimizer cannot be pickled; save optimizer.state_dict() of every rank")
 
-    def translate(self, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    def translate(self, group: Mapping[str, Any], params: list[nn.Parameter]) -> list[nn.Parameter]:
         """Note a group's parameters and return the fragments that stand for them on this rank."""
         self.groups.append(list(params))
-        return [fragment for param in params for fragment in self._fragment(param)]
+        return [fragment for param in params for fragment in self._fragment(group, param)]
 
     def translate_new_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a new parameter group with fragments in place of parameters."""
@@ -111,9 +111,9 @@ class OptimizerLink:
         twice = [self.managed.name_of(param) for param in params if id(param) in known]
         if twice:
             raise ConfigError(f"add_param_group: {twice[:5]} belong to a parameter group already")
-        return {**group, "params": self.translate(params)}
+        return {**group, "params": self.translate({**self.optimizer.defaults, **group}, params)}
 
-    def _fragment(self, param: nn.Parameter) -> list[nn.Parameter]:
+    def _fragment(self, group: Mapping[str, Any], param: nn.Parameter) -> list[nn.Parameter]:
         binding = self.managed.binding_of(param)
         bucket = binding.bucket
         if bucket.grads is None:
@@ -123,13 +123,18 @@ class OptimizerLink:
             self._fragments[index] = BucketFragments(bucket)
         self._slots.setdefault(index, set()).add(slot)
         fragment = self._fragments[index].params.get(slot)
-        return [] if fragment is None else [fragment]
+        if fragment is None:
+            return []
+        state = state_at_start(type(self.optimizer), group, fragment)
+        if state is not None:
+            self.optimizer.state[fragment] = state
+        return [fragment]
 
     def adopt(self, param: nn.Parameter) -> None:
         """A parameter of one of the groups became trainable: give it fragments there."""
         for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
             if any(param is known for known in params):
-                group["params"].extend(self._fragment(param))
+                group["params"].extend(self._fragment(group, param))
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether the parameter is in one of the groups."""
@@ -228,7 +233,7 @@ def shard_optimizer(
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("the optimizer is sharded already")
     check_elementwise(type(optimizer))
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has state from earlier steps, which belongs to whole parameters: shard it before its first "
             "step"
@@ -237,8 +242,9 @@ def shard_optimizer(
         managed.check_owned(group["params"], f"the optimizer's group {number}")
     managed.check_covered([p for group in optimizer.param_groups for p in group["params"]], partial=partial)
     link = OptimizerLink(optimizer, managed, on_nonfinite)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
-        group["params"] = link.translate(group["params"])
+        group["params"] = link.translate(group, group["params"])
         group.pop("param_names", None)
         _prefer_fused(optimizer, group, managed.device)
     original = type(optimizer)
@@ -259,7 +265,10 @@ def link_of(optimizer: torch.optim.Optimizer) -> OptimizerLink:
 
 
 def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> None:
-    undecided = all(group.get(key) in (None, False) for key in ("differentiable", "capturable"))
+    # torch's fused SGD cannot start the momentum of one parameter later than that of another
+    undecided = not group.get("momentum") and all(
+        group.get(key) in (None, False) for key in ("differentiable", "capturable")
+    )
     open_choice = "fused" in group and group["fused"] is None and group.get("foreach") is None
     if undecided and open_choice and supports_fused(type(optimizer), device):
         group["fused"] = optimizer.defaults["fused"] = True

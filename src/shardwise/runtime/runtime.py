@@ -20,7 +20,7 @@ from shardwise.numerics.scaler import LossScaler
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.grads import GradBuffers
 from shardwise.runtime.journal import Journal
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import Unit, Use
 from shardwise.schedule import Begin, End, Schedule, TraceEvent
 
 __all__ = ["Means", "Runtime", "Window"]
@@ -117,9 +117,9 @@ class Runtime:
         unit.unshard()
         self._prefetch(unit, backward=True)
 
-    def use_done(self, unit: Unit) -> None:
+    def use_done(self, unit: Unit, use: Use) -> None:
         """The input gradients of one use of a unit arrived."""
-        unit.uses = max(0, unit.uses - 1)
+        unit.uses.discard(use)
         self._advance(unit)
 
     def recompute_begins(self, unit: Unit) -> None:
@@ -170,6 +170,8 @@ class Runtime:
 
     def refresh_params(self, updated: Container[Bucket]) -> None:
         """The optimizer changed masters: bring these buckets' parameters back, unit by unit, in forward order."""
+        for unit in self.units:
+            unit.uses.clear()  # graphs of before the update are stale
         order = self.schedule.forward_order
         rest = (index for index in range(len(self.units)) if index not in order)
         for index in (*rest, *order):
@@ -193,6 +195,7 @@ class Runtime:
             )
         for unit in self.units:
             unit.reset_backward()
+            unit.uses.clear()
             unit.active = 0
         self.empty_grads()
         for unit in self.units:

@@ -4,7 +4,26 @@ from collections.abc import Iterator
 
 from shardwise.runtime.bucket import Bucket
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "Use"]
+
+
+class Use:
+    """One forward call of a unit whose inputs need gradients; open until they have all arrived.
+
+    Attributes:
+        num_open: groups of inputs that still wait.
+        reached: whether a backward came to its outputs.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self.num_open = num_parts
+        self.reached = False
+
+    def reach(self) -> None:
+        """A backward comes to the outputs, perhaps once more through a retained graph."""
+        self.reached = True
+        self.num_open = self._num_parts if self.num_open <= 0 else self.num_open
 
 
 class Unit:
@@ -12,7 +31,7 @@ class Unit:
 
     Attributes:
         active: forward calls that are running.
-        uses: forward calls whose inputs still wait for a gradient.
+        uses: the open uses.
         recomputes: forward calls without grad mode inside a forward with it: reentrant checkpoints that will
             recompute and bring gradients once more.
         pins: callers that need the full parameters whatever the schedule says.
@@ -25,7 +44,7 @@ class Unit:
         self.name = name
         self.buckets = buckets
         self.active = 0
-        self.uses = 0
+        self.uses: set[Use] = set()
         self.recomputes = 0
         self.pins = 0
         self.delivered: set[tuple[int, int]] = set()
@@ -55,7 +74,7 @@ class Unit:
     @property
     def backward_is_over(self) -> bool:
         """Whether all gradients are in and every use has its input gradients."""
-        return self.delivered >= self.awaited and self.uses == 0 and self.recomputes == 0
+        return self.delivered >= self.awaited and not self.uses and self.recomputes == 0
 
     def unshard(self) -> None:
         """Start gathering every bucket."""
@@ -89,6 +108,7 @@ class Unit:
         return (bucket for bucket in self.buckets if bucket.grads is not None)
 
     def reset_backward(self) -> None:
-        """Forget the counts of a backward that is over or failed."""
+        """Forget the counts of a backward that is over or failed; uses it did not reach belong to other graphs."""
         self.delivered.clear()
-        self.uses = self.recomputes = 0
+        self.recomputes = 0
+        self.uses = {use for use in self.uses if not use.reached}

@@ -1,0 +1,96 @@
+"""When is one use of a unit over? Hooks on the tensors that went into and came out of a forward.
+
+A use is open until the gradients of all its inputs have arrived; a unit is not freed in backward while a use is open.
+That matters where weights are saved by reference: inside the recomputation of an activation checkpoint. Hooks on the
+outputs say that a backward reached the use, and start its gather early. See design record 0005 in docs/design.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.runtime.runtime import Runtime
+from shardwise.runtime.unit import Unit, Use
+
+__all__ = ["UseHooks", "walk_tensors"]
+
+
+class UseHooks:
+    """Follows the uses of one model's units.
+
+    Args:
+        runtime: receives the events.
+        on_event: called first in every hook; notes the backward, or refuses it.
+    """
+
+    def __init__(self, runtime: Runtime, on_event: Callable[[Unit], None]) -> None:
+        self._runtime = runtime
+        self._on_event = on_event
+        self._leaf_hooks: list[RemovableHandle] = []
+
+    def begin(self, unit: Unit, inputs: Sequence[Any]) -> Use | None:
+        """Open a use of a unit if its inputs need gradients."""
+        tensors = [t for t in walk_tensors(inputs) if t.requires_grad and not isinstance(t, nn.Parameter)]
+        if not tensors:
+            return None
+        # Autograd cannot tell in advance whether autograd.grad reaches a leaf, so leaves are counted one by one.
+        inner, leaves = [t for t in tensors if not t.is_leaf], [t for t in tensors if t.is_leaf]
+        use = Use(num_parts=len(leaves) + bool(inner))
+        unit.uses.add(use)
+        arrived = partial(self._input_arrived, unit, use)
+        if inner:
+            torch.autograd.graph.register_multi_grad_hook(inner, arrived, mode="all")
+        for leaf in leaves:
+            self._leaf_hooks.append(leaf.register_hook(arrived))  # type: ignore[no-untyped-call]
+        return use
+
+    def hook_outputs(self, unit: Unit, use: Use | None, output: Any) -> None:
+        """Notice when a backward reaches the outputs of a use."""
+        reached = partial(self._output_reached, unit, use)
+        for tensor in walk_tensors(output):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+    def end_backward(self) -> None:
+        """Take the hooks off the user's leaves, which may live longer than the graph."""
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks.clear()
+
+    def _output_reached(self, unit: Unit, use: Use | None, grad: Tensor) -> None:
+        self._on_event(unit)
+        if use is not None:
+            use.reach()
+            unit.uses.add(use)
+        self._runtime.before_backward(unit)
+
+    def _input_arrived(self, unit: Unit, use: Use, grads: Any) -> None:
+        self._on_event(unit)
+        use.num_open -= 1
+        if use.num_open <= 0:
+            self._runtime.use_done(unit, use)
+
+
+def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from walk_tensors(item, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from walk_tensors(item, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from walk_tensors(getattr(value, field.name, None), depth - 1)
+    else:
+        for item in getattr(value, "__dict__", {}).values():
+            yield from walk_tensors(item, depth - 1)
