@@ -44,13 +44,20 @@ class Means:
     journal: Journal
 
 
+@dataclass
+class _Backward:
+    """One running backward: how far its reductions are, and whether any gradient came."""
+
+    next_reduction: int = 0  # position in the reduction order
+    delivered: bool = False
+
+
 class Runtime:
     """Owns the units of one model and the state of the iteration.
 
     Attributes:
         window: what the next backward does with its gradients.
         num_steps: optimizer steps seen, skipped ones included.
-        in_backward: whether a backward is running (or failed and was not cleaned up yet).
         grads_version: changes whenever gradients do; results computed from them carry it.
     """
 
@@ -61,12 +68,16 @@ class Runtime:
         self.schedule = schedule
         self.window = Window.FINAL
         self.num_steps = 0
-        self.in_backward = False
         self.grads_version = 0
         self.last_trace: tuple[TraceEvent, ...] = ()
         self._trace: list[TraceEvent] | None = None
-        self._next_reduction = 0  # position in the reduction order; only a running backward moves it
+        self._backward: _Backward | None = None
         self._reducing: deque[GradBuffers] = deque()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is running, or failed and was not cleaned up yet."""
+        return self._backward is not None
 
     def trainable_buckets(self) -> list[Bucket]:
         """Return the buckets with gradients, in definition order."""
@@ -109,8 +120,7 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """The first event of a backward."""
-        self.in_backward = True
-        self._next_reduction = 0
+        self._backward = _Backward()
 
     def before_backward(self, unit: Unit) -> None:
         """The gradients of a unit's outputs arrived: gather it, and the one before it."""
@@ -134,12 +144,13 @@ class Runtime:
         if grad is not None:
             bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad)
             self.grads_version += 1
+            self._running().delivered = True
         unit.delivered.add((number, slot))
         self._advance(unit)
 
     def end_backward(self) -> None:
         """A backward ended: reduce what is left, wait for all reductions, free everything."""
-        if any(bucket.trainable_grads.has_local for bucket in self.trainable_buckets()):
+        if self._running().delivered:
             self._reduce_through(len(self.units))
             for unit in self.units:  # gradients that came after their unit's reduction
                 if any(bucket.trainable_grads.has_written for bucket in unit.trainable_buckets()):
@@ -148,7 +159,7 @@ class Runtime:
         for unit in self.units:
             unit.reset_backward()
             unit.reshard()
-        self.in_backward = False
+        self._backward = None
 
     def finish_window(self) -> None:
         """Reduce gradients that ``no_sync`` kept local; called before a step and before a norm.
@@ -202,7 +213,7 @@ class Runtime:
             for bucket in unit.buckets:
                 bucket.params.settle()
             unit.reshard()
-        self.in_backward = False
+        self._backward = None
 
     def _prefetch(self, unit: Unit, *, backward: bool) -> None:
         for index in self.schedule.ahead(unit.index, backward=backward):
@@ -216,13 +227,18 @@ class Runtime:
 
     def _reduce_through(self, least: int) -> None:
         """Reduce units in the agreed order: the first ``least`` in any case, then those whose backward is over."""
-        order = self.schedule.reduction_order
-        while self._next_reduction < len(order):
-            unit = self.units[order[self._next_reduction]]
-            if unit.trainable and not unit.backward_is_over and self._next_reduction >= least:
+        order, backward = self.schedule.reduction_order, self._running()
+        while backward.next_reduction < len(order):
+            unit = self.units[order[backward.next_reduction]]
+            if unit.trainable and not unit.backward_is_over and backward.next_reduction >= least:
                 return
-            self._next_reduction += 1
+            backward.next_reduction += 1
             self._reduce(unit)
+
+    def _running(self) -> _Backward:
+        if self._backward is None:
+            raise StateError("a gradient arrived, but no backward was announced")
+        return self._backward
 
     def _reduce(self, unit: Unit) -> None:
         if self.window is Window.DEFER:
