@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise import Precision, stage_sharding
+from shardwise import Precision, Sharding, stage_sharding
 from shardwise.testing.compare import (
     EXACT,
     Case,
@@ -21,7 +21,7 @@ from shardwise.testing.compare import (
     train_plain,
     train_sharded,
 )
-from shardwise.testing.models import ODDITIES
+from shardwise.testing.models import ODDITIES, Block
 from shardwise.testing.ranks import run_ranks
 
 STAGES = [stage_sharding(stage) for stage in range(4)]
@@ -188,3 +188,27 @@ def test_runs_repeat_bit_for_bit(sharding: object, dtype: torch.dtype) -> None:
     first, *others = (run_ranks(3, lambda mesh: train_sharded(case, mesh, sharding)) for _ in range(2))
     for other in others:
         assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize(
+    "units", [[], ["blocks.1"], Block, (Block, nn.Linear)], ids=["root", "one", "blocks", "nested"]
+)
+def test_choice_of_units_changes_no_bit(units: object) -> None:
+    # Without clipping: the norm adds slices in the order of the layout, which units decide.
+    case = Case(oddities=("uneven", "tied", "frozen"), dtype=torch.float32, micro_batches=MicroBatches.REDUCED)
+    expected = run_ranks(3, lambda mesh: train_sharded(case, mesh, STAGES[3]))
+    for keep in (False, True):
+        found = run_ranks(3, lambda mesh: train_sharded(case, mesh, STAGES[3], units=units, keep_last_unit=keep))  # noqa: B023
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("window", [MicroBatches.ONE, MicroBatches.REDUCED], ids=lambda w: w.name)
+def test_stages_mixed_in_one_model_change_no_bit(window: MicroBatches) -> None:
+    case = Case(oddities=ODDITIES, dtype=torch.float32, micro_batches=window)
+    names = sorted(name for name, _ in case.make_model().named_parameters())
+
+    def mixed(name: str, param: nn.Parameter) -> Sharding | None:
+        return [*STAGES, None][names.index(name) % 5]
+
+    expected = run_ranks(3, lambda mesh: train_sharded(case, mesh, STAGES[0]))
+    assert_same_bits(run_ranks(3, lambda mesh: train_sharded(case, mesh, mixed)), expected)

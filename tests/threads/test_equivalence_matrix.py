@@ -6,6 +6,7 @@ clipping x dtype x optimizer. A sample that meets every pair of values runs alwa
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -135,14 +136,14 @@ def check_stages(row: Row, *, forced: bool = False) -> None:
         assert_same_bits(found[2], found[0], "stages 0 and 2")
 
 
-def check_triples(row: Row) -> None:
+def check_triples(row: Row, mesh: dict[str, int] = MESH) -> None:
     """All triples equal the plain process; those that add in the same order agree bit for bit."""
-    case = case_of(row)
+    case = replace(case_of(row), num_rows=6 * math.prod(mesh.values()))
     groups: dict[object, list[list[Trace]]] = {}
     for sharding in TRIPLES:
         summed = sharding.grad if case.micro_batches is MicroBatches.SUMMED else None
-        order = (resolve(sharding, MESH).axes, summed)
-        groups.setdefault(order, []).append(train_and_compare(case, MESH, sharding))
+        order = (resolve(sharding, mesh).axes, summed)
+        groups.setdefault(order, []).append(train_and_compare(case, mesh, sharding))
     assert max(len(group) for group in groups.values()) >= 3
     for order, (first, *others) in groups.items():
         for other in others:
@@ -226,3 +227,10 @@ def test_stages_equal_a_plain_process_with_collectives_of_one_rank(row: Row) -> 
 @pytest.mark.parametrize("row", list(product(1)), ids=row_id)
 def test_triples_equal_a_plain_process(row: Row) -> None:
     check_triples(row)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [{"node": 3, "local": 2}, {"node": 2, "local": 4}, {"node": 1, "local": 2}], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda w: w.name)
+def test_triples_equal_a_plain_process_on_other_meshes(mesh: dict[str, int], window: MicroBatches) -> None:
+    check_triples((0, ODDITIES, window, 1.0, torch.float64, "adamw"), mesh)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.access import full_gradients, full_optimizer_state, full_parameters
 from shardwise.api import clip_grad_norm_, no_sync, shard
+from shardwise.build import ShardingRule
 from shardwise.comm.base import Mesh
 from shardwise.optim.shard import shard_optimizer
 from shardwise.precision import Precision
-from shardwise.sharding import Sharding
 from shardwise.testing.models import integer_batch, make_integer_net, make_odd_net, odd_batch, odd_loss
 from shardwise.testing.ranks import flat_rank
 
@@ -189,8 +189,15 @@ def train_plain(case: Case, *, num_micro_batches: int = 1) -> Trace:
     )
 
 
-def train_sharded(case: Case, mesh: Mesh, sharding: Sharding) -> Trace:
-    """Train on this rank with the library: the same rows, split over ranks and micro-batches."""
+def train_sharded(case: Case, mesh: Mesh, sharding: ShardingRule, **options: Any) -> Trace:
+    """Train on this rank with the library: the same rows, split over ranks and micro-batches.
+
+    Args:
+        case: what to train.
+        mesh: this rank's communicators.
+        sharding: for ``shard``.
+        options: further arguments of ``shard``.
+    """
     model = shard(
         case.make_model(),
         mesh,
@@ -198,6 +205,7 @@ def train_sharded(case: Case, mesh: Mesh, sharding: Sharding) -> Trace:
         precision=case.precision,
         initial_values="verify",
         force_collectives=case.force_collectives,
+        **options,
     )
     optimizer = shard_optimizer(case.make_optimizer(model), model)
     rank, num_ranks = flat_rank(mesh), 1
