@@ -85,10 +85,12 @@ class ShardedParameter(nn.Parameter):
         kind = ""
         if name in ("__get__", "__set__", "__delete__"):
             kind, name = name, _attribute(func)
+        if func is torch.autograd.grad:  # runs a whole backward, in which the guard must stay on
+            return func(*_gradient_edges(args), **_gradient_edges(kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if name == "grad" and kind:
                 return _grad(func, kind, args)
-            if name in _METADATA or (name in ("grad", "backward") and not kind):  # autograd reads saved weights only
+            if name in _METADATA or name == "backward":
                 return func(*args, **kwargs)
             if name == "data" and kind == "__set__":
                 _set_data(args[0], args[1])
@@ -215,6 +217,18 @@ def _grad(func: Callable[..., Any], kind: str, args: Sequence[Any]) -> Any:
     if not access.inside():
         access.discard_grad(param)
     return func(*args)
+
+
+def _gradient_edges(value: Any) -> Any:
+    """Replace guarded parameters by their places in the graph, which is all that autograd needs of them."""
+    if isinstance(value, ShardedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    if isinstance(value, Mapping):
+        return {key: _gradient_edges(item) for key, item in value.items()}
+    if isinstance(value, tuple | list) and not isinstance(value, torch.autograd.graph.GradientEdge):
+        return tuple(_gradient_edges(item) for item in value)
+    return value
 
 
 def _set_data(param: Tensor, value: Tensor) -> None:

@@ -43,6 +43,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """First parameter with a non-finite gradient in the last step, None if all were finite."""
         return self._shardwise.first_nonfinite
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: a copy would update the same masters, or nothing."""
+        raise StateError("a sharded optimizer cannot be copied: build and shard a new one for a new model")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: fragments are no state."""
+        raise StateError("a sharded optimizer cannot be pickled: save optimizer.state_dict() of every rank")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters, reduced or not."""
         self._shardwise.zero_grad(set_to_none=set_to_none)
@@ -86,14 +94,6 @@ class OptimizerLink:
         self.groups: list[list[nn.Parameter]] = []  # the user's parameters, frozen ones included
         self._fragments: dict[int, BucketFragments] = {}  # by bucket index
         self._slots: dict[int, set[int]] = {}  # by bucket index: slots that belong to this optimizer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuse: a copy would update the same masters."""
-        raise StateError("a sharded optimizer cannot be copied; build a new one for a new model")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: fragments are no state."""
-        raise StateError("a sharded optimizer cannot be pickled; save optimizer.state_dict() of every rank")
 
     def translate(self, group: Mapping[str, Any], params: list[nn.Parameter]) -> list[nn.Parameter]:
         """Note a group's parameters and return the fragments that stand for them on this rank."""

@@ -199,7 +199,7 @@ class Runtime:
 
     def reset(self, *, warn: bool = True) -> None:
         """Return to the state before the iteration after an error in backward: nothing gathered, no gradients."""
-        if warn:
+        if warn and any(bucket.trainable_grads.arrived for bucket in self.trainable_buckets()):
             warnings.warn(
                 "the last backward ended with an error; the gradients collected since the last zero_grad are discarded",
                 stacklevel=2,
