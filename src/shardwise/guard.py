@@ -7,6 +7,7 @@ See docs/design/0006-guarded-parameters.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -34,12 +35,14 @@ _METADATA = frozenset(
 _GRADIENT_METADATA = frozenset(
     {"shape", "dtype", "requires_grad", "ndim", "dim", "size", "numel", "grad_fn", "is_leaf"}
 )
-_CONVERSIONS: Mapping[str, torch.dtype] = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_CONVERSIONS = MappingProxyType(
+    {
+        "float": torch.float32,
+        "double": torch.float64,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }
+)
 
 
 class GuardAccess(Protocol):
