@@ -1,0 +1,129 @@
+"""Random small models under random schedules of operations end where one plain process ends.
+
+A failure prints a ``Case`` as plain data: paste it into ``REGRESSIONS``. All that ever failed stays there.
+"""
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, given, reject, settings
+
+from shardwise.testing.graphs import BOX_KINDS, LEAF_KINDS, Again, Box, Graph, Leaf
+
+from .schedules import (
+    AutogradGrad,
+    Backward,
+    Case,
+    Evaluate,
+    Forward,
+    Part,
+    Setup,
+    Step,
+    Toggle,
+    UnsuitableError,
+    check,
+)
+from .strategies import cases
+
+STAGES = tuple(range(4))
+WITHOUT_CHECKS = list(HealthCheck)  # a case takes as long as it takes, and torch refuses some
+
+REGRESSIONS = {
+    # autograd.grad by guarded parameters switched the guard off for all that ran in its backward
+    "grad_by_parameters_recomputes": Case(
+        Graph((Box("list", (Leaf(),)), Box("checkpoint", (Leaf(),)))),
+        Setup(prefetch=0, keep_last_unit=False),
+        (Forward(), AutogradGrad(0, "parameters")),
+    ),
+    # the recomputation of the second use was taken for that of the first
+    "both_checkpoints_of_one_unit": Case(
+        Graph(
+            (
+                Box("list", (Again(0),)),
+                Box("list", (Leaf(), Box("checkpoint", (Leaf(), Leaf("modules"))))),
+                Box("list", (Box("reentrant", (Again(6),)), Box("checkpoint", (Again(6),)))),
+            )
+        ),
+        Setup(prefetch=0, reductions_in_flight=0, keep_last_unit=False),
+        (Part(2),),
+    ),
+    # ranks used unlike weights: the same gathers and reductions, interleaved differently
+    "weights_used_on_some_ranks": Case(
+        Graph((Leaf(), Leaf("sometimes"), Leaf(), Leaf("sometimes"), Leaf(), Leaf(), Leaf())),
+        Setup(units="leaves", policy="host"),
+        (Forward(), Backward(), Step()),
+    ),
+    "weights_used_on_some_ranks_one_reduction_in_flight": Case(
+        Graph((Leaf(), Leaf("sometimes"), Leaf(), Leaf("sometimes"), Leaf(), Leaf(), Leaf())),
+        Setup(units="leaves", policy="host", reductions_in_flight=1),
+        (Forward(), Backward(), Step()),
+    ),
+    "weights_used_on_some_ranks_of_two_axes": Case(
+        Graph((Leaf("sometimes"), Leaf("sometimes")), grad_of_input=True),
+        Setup(ranks=(2, 2), units="leaves", policy="host"),
+        (Forward(), Backward(), Step()),
+    ),
+    # a bucket made anew got the number of another one
+    "unfreeze_at_one_rank": Case(Graph((Leaf(),), frozen=(1,)), Setup(ranks=1), (Toggle(1),)),
+    "step_unfreeze_step": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Step(), Toggle(0), Forward(), Step())),
+    "unfreeze_in_inference_mode": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Toggle(0), Evaluate("inference"))),
+    "step_without_backward": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Forward(), Step(), Forward(), Step())),
+}
+
+
+def play(case: Case) -> None:
+    """Check a drawn case; leave it if torch itself refuses it."""
+    event(f"ranks {case.setup.ranks}")
+    event(f"sharding {case.setup.sharding}")
+    try:
+        check(case)
+    except UnsuitableError as error:
+        event(f"torch refuses: {str(error)[:60]}")
+        reject()
+
+
+@given(cases())
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=WITHOUT_CHECKS,
+    phases=[Phase.generate, Phase.shrink],
+)
+def test_random_graphs_train_as_one_plain_process(case: Case) -> None:
+    play(case)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+@given(cases(max_ops=14))
+@settings(
+    max_examples=1500,
+    deadline=None,
+    database=None,
+    suppress_health_check=WITHOUT_CHECKS,
+    phases=[Phase.generate, Phase.shrink],
+)
+def test_many_random_graphs_train_as_one_plain_process(case: Case) -> None:
+    play(case)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_case_that_once_failed_is_right(name: str) -> None:
+    check(REGRESSIONS[name])
+
+
+ORDINARY = (Forward(), Backward(), Step(), Forward(), Forward(), Backward(1), Backward(0), Step())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_kind_of_leaf_trains_as_one_plain_process(stage: int) -> None:
+    for kind in LEAF_KINDS:
+        if kind != "sometimes":
+            check(Case(Graph((Leaf(kind), Leaf(kind, "none"))), Setup(sharding=stage, units="leaves"), ORDINARY))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_kind_of_box_trains_as_one_plain_process(stage: int) -> None:
+    for kind in BOX_KINDS:
+        graph = Graph((Leaf(), Box(kind, (Leaf(), Leaf(act="relu")))))
+        check(Case(graph, Setup(sharding=stage, units="all"), ORDINARY))
