@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.binding import Binding
 from shardwise.build import Settings, ShardingRule, agree_on_plan, agree_on_values, plan_buckets
-from shardwise.comm.base import Mesh, reserve
+from shardwise.comm.base import Mesh
 from shardwise.comm.process_group import mesh_from
 from shardwise.errors import ConfigError, NonFiniteError, StateError
 from shardwise.guard import ShardedParameter
@@ -50,6 +50,7 @@ M = TypeVar("M", bound=nn.Module)
 InitialValues = Literal["broadcast", "verify"]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def shard(
     model: M,
@@ -122,18 +123,18 @@ def shard(
     agreement = Agreement(moving, device)
     agree_on_plan(agreement, members, settings)
     agree_on_values(moving, agreement, params, settings)
-    means = Means(mesh=moving, arena=arena(device), lanes=lanes(device), journal=Journal())
+    means = Means(mesh=moving, arena=arena(device), lanes=lanes(device), gathers=Journal(), reductions=Journal())
     runtime = Runtime(
         [Unit(index, unit.name, ()) for index, unit in enumerate(found)],
         means,
         schedule,
         scaler=_scaler(settings.precision, members),
     )
-    first = reserve(moving, len(members))
+    managed = Managed(model, found, runtime, Settler(runtime, agreement), settings, moving)
+    first = managed.reserve(len(members))
     buckets = [make_bucket(runtime, member, first + number, moving) for number, member in enumerate(members)]
     for unit in runtime.units:
         unit.set_buckets(tuple(b for b, m in zip(buckets, members, strict=True) if m.plan.unit == unit.index))
-    managed = Managed(model, found, runtime, Settler(runtime, agreement), settings, moving)
     originals = {id(p.param): p.param.data for p in params}
     managed.bind(members, buckets)
     for member, bucket in zip(members, buckets, strict=True):

@@ -57,6 +57,7 @@ class Binding(GuardAccess):
         self._guards = tuple(guard_class(original, self) for original in self._originals)
         self._hooks: list[RemovableHandle] = []
         self.guarded = False
+        self._known_versions = 0
 
     @property
     def bucket(self) -> Bucket:
@@ -80,6 +81,8 @@ class Binding(GuardAccess):
             member.param.data = view
             if self.bucket.grads is not None:
                 self._hook(member.param, slot.index, grad_ready)
+        self.note_versions()
+        self.unit.after_edit.append(self.note_versions)
 
     def _hook(self, param: nn.Parameter, slot: int, grad_ready: GradReady) -> None:
         def hook(param: Tensor) -> None:
@@ -92,6 +95,7 @@ class Binding(GuardAccess):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.unit.after_edit.remove(self.note_versions)
         self.set_guard(on=False)
         for param in self.params:
             param.data = param.data.clone() if keep else torch.empty(0, dtype=param.dtype, device=param.device)
@@ -105,7 +109,16 @@ class Binding(GuardAccess):
 
     def versions(self) -> int:
         """Return a number that changes when a parameter is edited in place."""
-        return sum(param._version for param in self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(param._version for param in self.params)
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are now for unedited."""
+        self._known_versions = self.versions()
+
+    def is_edited(self) -> bool:
+        """Whether a parameter was edited in place since ``note_versions``."""
+        return self.versions() != self._known_versions
 
     def name(self, param: Tensor) -> str:
         """Return the parameter's fully qualified name."""

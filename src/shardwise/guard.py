@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import StateError
 
-__all__ = ["GuardAccess", "GuardedFragment", "PendingGradient", "ShardedParameter", "guard_class"]
+__all__ = ["HOOK_ADVICE", "GuardAccess", "GuardedFragment", "PendingGradient", "ShardedParameter", "guard_class"]
 
 _METADATA = frozenset(
     """
@@ -27,7 +27,7 @@ _METADATA = frozenset(
     is_neg is_nested is_non_overlapping_and_dense is_ort is_pinned is_quantized is_same_size is_shared is_signed
     is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names nbytes ndim ndimension
     nelement new_empty new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like output_nr rand_like
-    randint_like randn_like register_hook register_post_accumulate_grad_hook requires_grad requires_grad_
+    randint_like randn_like register_hook requires_grad requires_grad_
     result_type retain_grad retains_grad shape size sparse_dim storage_offset stride sym_numel sym_size sym_stride
     volatile zeros_like
     """.split()  # noqa: SIM905 (a table of words)
@@ -95,6 +95,8 @@ class ShardedParameter(nn.Parameter):
                 return _grad(func, kind, args)
             if name in _METADATA or name == "backward":
                 return func(*args, **kwargs)
+            if name == "register_post_accumulate_grad_hook":
+                raise StateError(f"{_name(args[0])}: {HOOK_ADVICE}")
             if name == "data" and kind == "__set__":
                 _set_data(args[0], args[1])
                 return None
@@ -113,6 +115,10 @@ class ShardedParameter(nn.Parameter):
         raise StateError(f"{_name(self)} is sharded and cannot be pickled: {_COPY_ADVICE}")
 
 
+HOOK_ADVICE = (
+    "a post-accumulate-grad hook would not see the gradient, which is moved into a flat buffer and reduced over all "
+    "ranks; use optimizer.register_step_pre_hook, or shardwise.full_gradients(model) after the backward"
+)
 _COPY_ADVICE = (
     "copy or save the tensors of shardwise.full_state_dict(model), or shard a freshly built model and load them"
 )
@@ -172,8 +178,8 @@ class PendingGradient(Tensor):
         raise StateError(
             f"the gradient of {who} lives in a flat buffer, so {name} cannot use it as .grad. To clip, call "
             "shardwise.clip_grad_norm_(model, max_norm) or clip_grad_value_; to step, pass the optimizer through "
-            "shardwise.shard_optimizer; for fp16, use shardwise.scale_loss instead of a GradScaler; to look at it, "
-            "call shardwise.full_gradients(model) or local_gradients(model)"
+            "shardwise.shard_optimizer; for fp16, use shardwise.scale_loss instead of a GradScaler; to zero it, "
+            "call optimizer.zero_grad(); to look at it, call shardwise.full_gradients(model) or local_gradients(model)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -298,13 +304,11 @@ def _is_written(param: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[s
     out = kwargs.get("out")
     if out is param or (isinstance(out, tuple | list) and any(o is param for o in out)):
         return True
-    if not args:
-        return False
     mutates = name in ("__setitem__", "set_", "resize_") or (name.endswith("_") and not name.endswith("__"))
     mutates = mutates or (
         name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
     )
-    target = args[0]
+    target = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes by keyword
     return mutates and (target is param or (isinstance(target, tuple | list) and any(t is param for t in target)))
 
 

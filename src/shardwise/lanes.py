@@ -49,6 +49,9 @@ class Lane(Protocol):
             updates: tensors the job reads and writes in place.
         """
 
+    def flush(self) -> None:
+        """Finish what was started, if it needs this thread to go on: later phases are posted by whoever waits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
@@ -113,6 +116,12 @@ class HostLane:
         handle.advance()
         return handle
 
+    def flush(self) -> None:
+        """Finish every job in order."""
+        while self._queue:
+            self._queue[0].finish()
+            self._queue.popleft()
+
     def finish_until(self, handle: HostHandle) -> None:
         """Finish jobs in order until ``handle`` is done."""
         while not handle.done and self._queue:
@@ -156,3 +165,6 @@ class StreamLane:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return StreamHandle(event, (*reads, *writes, *updates))
+
+    def flush(self) -> None:
+        """Do nothing: a stream goes on by itself."""

@@ -80,6 +80,7 @@ class Managed:
         self._bindings: dict[int, Binding] = {}  # by id of the parameter
         self._flags: list[tuple[nn.Parameter, bool]] = []
         self._nodes: tuple[_Node, ...] = ()
+        self._next_index = 0
 
     @staticmethod
     def of(model: nn.Module) -> "Managed":
@@ -108,6 +109,12 @@ class Managed:
     def device(self) -> torch.device:
         """Where the shards live."""
         return self.runtime.means.arena.device
+
+    def reserve(self, count: int) -> int:
+        """Return the first of ``count`` bucket numbers that no bucket of this model has or had."""
+        first = max(reserve(self.mesh, count), self._next_index)
+        self._next_index = first + count
+        return first
 
     def bind(self, members: Sequence[Member], buckets: Sequence[Bucket]) -> None:
         """Tie parameters to the buckets that were made for them."""
@@ -158,8 +165,23 @@ class Managed:
                         "load_state_dict(assign=True)): it would never be trained. Do this before shard()"
                     )
             changed = [(param, param.requires_grad) for param, flag in self._flags if param.requires_grad is not flag]
+        self.check_edits()
         if changed:
-            self._follow_flags([param for param, _ in changed])
+            with torch.inference_mode(False), torch.no_grad():
+                self._follow_flags([param for param, _ in changed])
+
+    def check_edits(self) -> None:
+        """Check that no parameter was edited through a view made outside ``unsharded``.
+
+        Raises:
+            StateError: names the unit; the edit would be lost on this rank or differ from the other ranks.
+        """
+        for binding in self._all_bindings():
+            if binding.is_edited() and not binding.unit.pins:
+                raise StateError(
+                    f"a parameter of {binding.bucket.label} was edited in place through a view of it (such as "
+                    "detach()): the optimizer's master does not know. Edit inside `with shardwise.unsharded(model):`"
+                )
 
     def _explain(self, node: _Node) -> str:
         where = node.name or "the root module"
@@ -205,9 +227,10 @@ class Managed:
         """Split a frozen bucket into what stays frozen and what trains now."""
         unit, bucket = old.unit, old.bucket
         old.demand()
+        self.runtime.grads_version += 1
         sizes = {axis: comm.size for axis, comm in self.mesh.items()}
         planned = plan_buckets(self.model, old.members, self.units, sizes, self.settings)
-        first = reserve(self.mesh, len(planned))
+        first = self.reserve(len(planned))
         made = [make_bucket(self.runtime, m, first + i, self.mesh) for i, m in enumerate(planned)]
         kept = tuple(b for b in unit.buckets if b is not bucket)
         others = [b for b in self.hooks.bindings[unit.index] if b is not old]
@@ -256,9 +279,9 @@ class Managed:
         if self.runtime.in_backward and not backward_is_running():
             self.runtime.reset(warn=False)
 
-    def after_update(self, buckets: Sequence[Bucket]) -> None:
-        """Masters changed: refresh the parameters and let autograd notice graphs that are stale now."""
-        self.runtime.refresh_params(buckets)
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        """Masters of ``buckets`` changed: refresh the parameters and let autograd notice graphs that are stale now."""
+        self.runtime.end_step(buckets)
         resident = [
             param
             for binding in self._all_bindings()
@@ -267,6 +290,8 @@ class Managed:
         ]
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(resident)
+        for binding in self._all_bindings():
+            binding.note_versions()
 
     def release(self, *, keep: bool) -> None:
         """Undo the sharding: hooks gone, memory gone; ``keep`` leaves full parameters in the plain model."""
@@ -294,6 +319,7 @@ def make_bucket(runtime: Runtime, member: Member, index: int, mesh: Mesh) -> Buc
         mesh={axis: mesh[axis] for axis in plan.placement.axes},
         arena=runtime.means.arena,
         lanes=runtime.means.lanes,
-        journal=runtime.means.journal,
+        gathers=runtime.means.gathers,
+        reductions=runtime.means.reductions,
     )
     return Bucket(site)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, LayoutError
+from shardwise.guard import HOOK_ADVICE
 
 __all__ = ["NamedParam", "UnitModule", "Units", "check_params", "collect_params", "find_units", "place_params"]
 
@@ -81,6 +82,8 @@ def check_params(params: Sequence[NamedParam]) -> torch.device:
             raise ConfigError(f"parameter {p.name} is a {type(p.param).__name__}: tensor subclasses cannot be sharded")
         if p.param.grad is not None:
             raise ConfigError(f"parameter {p.name} has a gradient already: call model.zero_grad() before shard()")
+        if getattr(p.param, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(f"parameter {p.name}: {HOOK_ADVICE}")
         if not p.param.is_leaf:
             raise ConfigError(f"parameter {p.name} is not a leaf of autograd")
     _check_disjoint(params)

@@ -156,6 +156,7 @@ class OptimizerLink:
             )
         args, kwargs = _run_closure(args, kwargs)
         self.applied = False
+        managed.check_edits()
         settlement = managed.settler.settle()
         self.first_nonfinite = settlement.first_nonfinite
         bad = not math.isfinite(settlement.norm) or settlement.first_nonfinite is not None
@@ -184,8 +185,7 @@ class OptimizerLink:
         """Bring the updated parameters back to every rank."""
         for fragments in self.fragments():
             fragments.drop_grads()
-        if self.applied:
-            self.managed.after_update([fragments.bucket for fragments in self.fragments()])
+        self.managed.after_step([fragments.bucket for fragments in self.fragments()] if self.applied else [])
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget or zero the gradients of this optimizer's parameters."""

@@ -29,8 +29,8 @@ class Record:
     """What one rank says before a step."""
 
     step: int
-    digest: int
-    num_events: int
+    gathers: int  # digests
+    reductions: int
     order: int
     norms: tuple[float, ...]
     arrived: tuple[bool, ...]
@@ -41,7 +41,7 @@ class Record:
             sum(1 << bit for bit, flag in enumerate(self.arrived[start : start + _BITS]) if flag)
             for start in range(0, len(self.arrived), _BITS)
         ]
-        head = torch.tensor([self.step, self.digest, self.num_events, self.order, *words], dtype=torch.int64)
+        head = torch.tensor([self.step, self.gathers, self.reductions, self.order, *words], dtype=torch.int64)
         return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
     def unpack(self, words: Sequence[int]) -> "Record":
@@ -51,8 +51,8 @@ class Record:
         norms = torch.tensor(words[_HEADER + num_words :], dtype=torch.int64).view(torch.float64)
         return Record(
             step=words[0],
-            digest=words[1],
-            num_events=words[2],
+            gathers=words[1],
+            reductions=words[2],
             order=words[3],
             norms=tuple(norms.tolist()),
             arrived=tuple(bool(flags[i // _BITS] >> (i % _BITS) & 1) for i in range(len(self.arrived))),
@@ -106,31 +106,36 @@ class Agreement:
         listed = "; ".join(f"rank {_ranks(ranks)}: {line}" for line, ranks in _by_event(said).items())
         raise RankMismatchError(f"ranks disagree on {what}, nothing was changed. First difference: {listed}")
 
-    def check_records(self, records: Sequence[Record], journal: Journal) -> None:
+    def check_records(self, records: Sequence[Record], gathers: Journal, reductions: Journal) -> None:
         """Raise on every rank if the ranks did unlike things since the start.
 
         Raises:
             RankMismatchError: names the step, the ranks and the first collective in which they differ.
         """
-        facts = [(record.step, record.digest, record.num_events) for record in records]
-        if len(set(facts)) == 1:
-            return
-        histories = []
-        for answer in self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events"):
-            count, *events = answer.split("\n")
-            histories.append(dict(enumerate(events, start=int(count) - len(events))))
-        raise RankMismatchError(_first_difference(facts, histories))
+        steps = [record.step for record in records]
+        if len(set(steps)) > 1:
+            at = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+            raise RankMismatchError(f"ranks are at different steps ({at}); no rank was updated")
+        for journal, digests in (
+            (gathers, {record.gathers for record in records}),
+            (reductions, {record.reductions for record in records}),
+        ):
+            if len(digests) > 1:
+                answers = self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events")
+                raise RankMismatchError(f"step {steps[0]}: {_first_difference([_history(a) for a in answers])}")
 
     def _next(self) -> int:
         self._sequence += 1
         return self._sequence
 
 
-def _first_difference(facts: Sequence[tuple[int, int, int]], histories: Sequence[Mapping[int, str]]) -> str:
-    steps = sorted({step for step, _, _ in facts})
-    if len(steps) > 1:
-        at = ", ".join(f"rank {rank}: {fact[0]}" for rank, fact in enumerate(facts))
-        return f"ranks are at different steps ({at}); no rank was updated"
+def _history(answer: str) -> dict[int, str]:
+    """Return a rank's last events by their number."""
+    count, *events = answer.split("\n")
+    return dict(enumerate(events, start=int(count) - len(events)))
+
+
+def _first_difference(histories: Sequence[Mapping[int, str]]) -> str:
     start = max(min(history, default=0) for history in histories)
     stop = max(max(history, default=0) for history in histories)
     for position in range(start, stop + 1):
@@ -138,13 +143,10 @@ def _first_difference(facts: Sequence[tuple[int, int, int]], histories: Sequence
         if len(set(events)) > 1:
             said = "; ".join(f"rank {_ranks(ranks)} {event}" for event, ranks in _by_event(events).items())
             return (
-                f"step {steps[0]}: ranks took different ways through the model, no rank was updated. First "
-                f"difference, collective {position}: {said}. Every rank must use the same units in the same order."
+                f"ranks took different ways through the model, no rank was updated. First difference, collective "
+                f"{position}: {said}. Every rank must use the same units in the same order."
             )
-    return (
-        f"step {steps[0]}: ranks took different ways through the model more than {len(histories[0])} collectives "
-        "ago; no rank was updated"
-    )
+    return "ranks took different ways through the model, longer ago than is remembered; no rank was updated"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

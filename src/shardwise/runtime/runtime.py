@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from torch import Tensor
 
@@ -36,12 +37,13 @@ class Window(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What a runtime works with: the network, the memory, the lanes, the journal."""
+    """What a runtime works with: the network, the memory, the lanes, and the journals of its lanes."""
 
     mesh: Mesh
     arena: Arena
     lanes: Lanes
-    journal: Journal
+    gathers: Journal
+    reductions: Journal
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Backward:
 
     next_reduction: int = 0  # position in the reduction order
     delivered: bool = False
+    horizon: float = inf  # position in the trace: everything that began after it has gone backward
 
 
 class Runtime:
@@ -123,9 +126,16 @@ class Runtime:
         self._backward = _Backward()
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradients of a unit's outputs arrived: gather it, and the one before it."""
+        """The gradients of a unit's outputs arrived: gather it, and the one before it.
+
+        Autograd runs the nodes that were made last first. So every unit that began after this one ended is through,
+        also if this rank's data left some of its weights without a gradient: it is reduced now, as on the other ranks.
+        """
         unit.unshard()
         self._prefetch(unit, backward=True)
+        backward = self._running()
+        backward.horizon = min(backward.horizon, self._last_end(unit))
+        self._reduce_through(0)
 
     def use_done(self, unit: Unit, use: Use) -> None:
         """The input gradients of one use of a unit arrived."""
@@ -179,10 +189,11 @@ class Runtime:
             self.window = window
         self._drain()
 
-    def refresh_params(self, updated: Container[Bucket]) -> None:
-        """The optimizer changed masters: bring these buckets' parameters back, unit by unit, in forward order."""
+    def end_step(self, updated: Container[Bucket]) -> None:
+        """An optimizer step ended: bring the updated buckets' parameters back, unit by unit, in forward order."""
         for unit in self.units:
             unit.uses.clear()  # graphs of before the update are stale
+            unit.reshard()
         order = self.schedule.forward_order
         rest = (index for index in range(len(self.units)) if index not in order)
         for index in (*rest, *order):
@@ -230,10 +241,20 @@ class Runtime:
         order, backward = self.schedule.reduction_order, self._running()
         while backward.next_reduction < len(order):
             unit = self.units[order[backward.next_reduction]]
-            if unit.trainable and not unit.backward_is_over and backward.next_reduction >= least:
+            over = not unit.trainable or unit.backward_is_over or self._first_begin(unit) > backward.horizon
+            if not over and backward.next_reduction >= least:
                 return
             backward.next_reduction += 1
             self._reduce(unit)
+
+    def _first_begin(self, unit: Unit) -> float:
+        """Position in the last forward at which a unit began first; -1 if it was not used."""
+        return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), -1)
+
+    def _last_end(self, unit: Unit) -> float:
+        """Position in the last forward at which a unit ended last; inf if it was not used."""
+        positions = (i for i, event in enumerate(self.last_trace) if event == End(unit.index))
+        return max(positions, default=inf)
 
     def _running(self) -> _Backward:
         if self._backward is None:
@@ -254,5 +275,7 @@ class Runtime:
 
     def _drain(self, most: int = 0) -> None:
         """Wait for the oldest reductions until at most ``most`` are in flight."""
+        if len(self._reducing) > max(most, 0):
+            self.means.lanes.gather.flush()  # peers may need this rank's second hop before they come to the reduction
         while len(self._reducing) > max(most, 0):
             self._reducing.popleft().wait()

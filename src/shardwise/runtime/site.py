@@ -39,7 +39,8 @@ class Site:
     mesh: Mapping[str, Comm]
     arena: Arena
     lanes: Lanes
-    journal: Journal
+    gathers: Journal
+    reductions: Journal
     _sequence: dict[tuple[Verb, int], int] = field(default_factory=dict)
 
     def bounds(self, depth: int) -> tuple[int, int]:

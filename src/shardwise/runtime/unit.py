@@ -1,6 +1,6 @@
 """A unit: what is gathered together, and the counts that say when its backward is over."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from shardwise.runtime.bucket import Bucket
 
@@ -35,6 +35,7 @@ class Unit:
         recomputes: forward calls without grad mode inside a forward with it: reentrant checkpoints that will
             recompute and bring gradients once more.
         pins: callers that need the full parameters whatever the schedule says.
+        after_edit: called when edits of the full parameters were taken over.
         delivered: trainable slots, as (bucket number in the unit, slot), with a gradient in the running backward.
         awaited: the slots that a complete backward delivers.
     """
@@ -47,6 +48,7 @@ class Unit:
         self.uses: set[Use] = set()
         self.recomputes = 0
         self.pins = 0
+        self.after_edit: list[Callable[[], None]] = []
         self.delivered: set[tuple[int, int]] = set()
         self.awaited: frozenset[tuple[int, int]] = frozenset()
         self.await_slots(frozenset())
@@ -101,6 +103,8 @@ class Unit:
         if adopt_edits:
             for bucket in self.buckets:
                 bucket.params.adopt_edits()
+            for notice in self.after_edit:
+                notice()
         self.reshard()
 
     def trainable_buckets(self) -> Iterator[Bucket]:

@@ -126,6 +126,12 @@ class _Lane:
             probe.checker.waited(self._name, handle.known)
             self._finish_until(handle)
 
+    def flush(self) -> None:
+        """Finish every job; nothing is ordered after them by that."""
+        while self._queue:
+            self._queue[0].finish()
+            self._queue.popleft()
+
     def _finish_until(self, handle: "_Handle") -> None:
         while not handle.done and self._queue:
             self._queue[0].finish()
