@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import ConfigError, LossScale, NonFiniteError, Precision, RankMismatchError, Sharding, StateError
-from shardwise.comm.base import Mesh, rank_order_mean
+from shardwise.comm.base import Mesh, Verb, rank_order_mean
+from shardwise.comm.recording import Log, record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
 from shardwise.testing.compare import (
@@ -78,8 +79,17 @@ def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def journal(model: nn.Module) -> list[str]:
-    return list(Managed.of(model).runtime.means.journal.recent)
+NAMES = {Verb.UNSHARD: "gather", Verb.REFRESH: "refresh", Verb.REDUCE: "reduce"}
+NAMES |= {Verb.FINALIZE_SCATTER: "scatter", Verb.FINALIZE_GATHER: "regather"}
+
+
+def sent(log: Log) -> list[str]:
+    """The collectives of the five verbs, as "verb unit"; notes of the test between them stay."""
+    return [
+        event if isinstance(event, str) else f"{NAMES[event.verb]} {event.label}"
+        for event in log
+        if isinstance(event, str) or event.verb in NAMES
+    ]
 
 
 def ledger(model: nn.Module) -> Any:
@@ -170,61 +180,48 @@ def test_bf16_parameters_follow_fp32_masters(stage: int) -> None:
 
 # What is sent, when, and what is held
 
-USES = ["gathered 0", "gathered 1", "use 0", "gathered 2", "use 1", "use 2"]
+FORWARD = ["use 0", "use 1", "use 2"]
+REFRESH = ["refresh 0", "refresh 1", "refresh 2"]
+# A scatter is posted when a unit's gradients are in, what follows it when its turn to be waited for has come.
+REPLICATED = ["scatter 2", "scatter 1", "regather 2", "scatter 0", "regather 1", "regather 0"]
 SENT: Mapping[int, list[str]] = {
-    0: ["use 0", "use 1", "use 2", "finalized 2", "finalized 1", "finalized 0"],
-    1: [
-        "use 0",
-        "use 1",
-        "use 2",
-        "finalized 2",
-        "finalized 1",
-        "finalized 0",
-        "refreshed 0",
-        "refreshed 1",
-        "refreshed 2",
+    0: [*FORWARD, *REPLICATED],
+    1: [*FORWARD, "scatter 2", "scatter 1", "scatter 0", *REFRESH],
+    2: [*FORWARD, "reduce 2", "reduce 1", "reduce 0", *REFRESH],
+    3: [
+        *("gather 0", "gather 1", "use 0", "gather 2", "use 1", "use 2"),
+        *("gather 1", "gather 0", "reduce 2", "reduce 1", "reduce 0"),  # 2 is kept from its forward
     ],
-    2: [
-        "use 0",
-        "use 1",
-        "use 2",
-        "finalized 2",
-        "finalized 1",
-        "finalized 0",
-        "refreshed 0",
-        "refreshed 1",
-        "refreshed 2",
-    ],
-    3: [*USES, "gathered 1", "gathered 0", "finalized 2", "finalized 1", "finalized 0"],  # 2 is kept from its forward
 }
 
 
 @all_stages
 def test_collectives_of_a_step_come_in_the_planned_order(stage: int) -> None:
     def body(mesh: Mesh) -> list[str]:
-        model = shardwise.shard(make_model(), mesh, stage=stage)
+        recorded, log = record(mesh)
+        model = shardwise.shard(make_model(), recorded, stage=stage)
         optimizer = sgd(model)
-        events = Managed.of(model).runtime.means.journal.recent
         for index, layer in enumerate(model):
-            layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"use {index}"))
+            layer.register_forward_pre_hook(lambda *_, index=index: log.events.append(f"use {index}"))
         for step in range(2):  # the first step agrees on the order
-            events.clear()
+            log.clear()
             loss_of(model, rows(mesh["data"].rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return list(events)
+        return sent(log)
 
     assert run2(body) == [SENT[stage]] * 2
 
 
 def test_first_step_gathers_each_unit_twice() -> None:
     def body(mesh: Mesh) -> list[str]:
-        model = shardwise.shard(make_model(), mesh, stage=3)
+        recorded, log = record(mesh)
+        model = shardwise.shard(make_model(), recorded, stage=3)
         loss_of(model, rows(mesh["data"].rank)).backward()
-        return journal(model)
+        return sent(log)
 
-    forward = ["gathered 0", "gathered 1", "gathered 2"]
-    backward = ["gathered 2", "gathered 1", "finalized 2", "gathered 0", "finalized 1", "finalized 0"]
+    forward = ["gather 0", "gather 1", "gather 2"]
+    backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"]
     assert run2(body)[0] == forward + backward
 
 
@@ -288,10 +285,11 @@ def test_recomputed_units_gather_and_reduce_no_more_than_needed(reentrant: bool,
             return x
 
     def body(mesh: Mesh) -> tuple[list[str], dict[str, Tensor]]:
-        model = shardwise.shard(Net(), mesh, stage=3, keep_last_unit=False, units=nn.Linear)
+        recorded, log = record(mesh)
+        model = shardwise.shard(Net(), recorded, stage=3, keep_last_unit=False, units=nn.Linear)
         x = rows(mesh["data"].rank).requires_grad_()
         loss_of(model, x).backward()
-        events = journal(model)
+        events = sent(log)
         return events, shardwise.full_gradients(model)
 
     plain = Net()
@@ -299,8 +297,8 @@ def test_recomputed_units_gather_and_reduce_no_more_than_needed(reentrant: bool,
         (loss_of(plain, rows(rank).requires_grad_()) / 2).backward()
     for events, grads in run2(body):
         for name in ("layers.0", "layers.1"):
-            assert events.count(f"finalized {name}") == 1
-            assert events.count(f"gathered {name}") == uses + 1  # kept from the first recomputation to the last
+            assert events.count(f"reduce {name}") == 1
+            assert events.count(f"gather {name}") == uses + 1  # kept from the first recomputation to the last
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
@@ -308,13 +306,14 @@ def test_unit_stays_gathered_between_the_backwards_of_its_uses() -> None:
     def body(mesh: Mesh) -> list[str]:
         model = make_model(layers=2)
         model.append(model[0])
-        shardwise.shard(model, mesh, stage=3, keep_last_unit=False, units=nn.Linear)
+        recorded, log = record(mesh)
+        shardwise.shard(model, recorded, stage=3, keep_last_unit=False, units=nn.Linear)
         loss_of(model, rows(mesh["data"].rank)).backward()
-        return journal(model)
+        return sent(log)
 
     events = run2(body)[0]
-    assert events.count("finalized 0") == 1
-    assert events.count("gathered 0") == 3  # two uses, one backward
+    assert events.count("reduce 0") == 1
+    assert events.count("gather 0") == 3  # two uses, one backward
 
 
 @all_stages
@@ -872,7 +871,7 @@ def test_parameters_that_no_rank_used_are_not_decayed(stage: int) -> None:
 
         def forward(self, x: Tensor, first: bool) -> Tensor:
             x = self.used(x)
-            return x + self.once.weight.sum() * 0.01 if first else x
+            return x + self.once.weight.sum() * 0.01 if first else x * 1.0  # a gather order all ranks share
 
     def train(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
         for step in range(2):
