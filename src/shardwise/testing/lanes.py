@@ -127,8 +127,8 @@ class _Lane:
             self._finish_until(handle)
 
     def flush(self) -> None:
-        """Finish every job; nothing is ordered after them by that."""
-        while self._queue:
+        """Finish the jobs that have posted something; nothing is ordered after them by that."""
+        while self._queue and self._queue[0].started:
             self._queue[0].finish()
             self._queue.popleft()
 
@@ -146,13 +146,13 @@ class _Handle:
         self.done = False
         self._lane = lane
         self._steps = steps
-        self._started = False
+        self.started = False
         self._work: Work | None = None
 
     def start(self) -> None:
         """Run to the first transfer that must be waited for."""
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self._advance()
 
     def finish(self) -> None:
