@@ -25,8 +25,14 @@ demo: $(STAMP)  ## train a small language model at stages 0 to 3 on two local ra
 test: $(STAMP)  ## run the tests, without the large matrix
 	$(BIN)/python -m pytest
 
-test-all: $(STAMP)  ## run all tests, the large matrix included
-	$(BIN)/python -m pytest -m "matrix or not matrix"
+NOT_CORE := */cli/*,*/testing/*,*/models/*,*/data.py
+
+test-all: $(STAMP)  ## run all tests, the large matrix and the mutations included; report the branch coverage of the core
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --omit='$(NOT_CORE)'
+	$(BIN)/python -m pytest -m matrix
 
 check: $(STAMP)  ## style, types, layers, spelling
 	$(BIN)/ruff check .
@@ -41,7 +47,7 @@ bench: $(STAMP)  ## run every benchmark in benchmarks/
 		found=1; echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
 	done; [ $$found = 1 ] || echo "no benchmarks: not run"
 
-gpu-check: $(STAMP)  ## run the GPU tests where there is a CUDA device
+gpu-check: $(STAMP)  ## run the tests in tests/gpu where there is a CUDA device
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 		echo "no CUDA device: not run"; \
 	elif [ ! -d tests/gpu ]; then \
