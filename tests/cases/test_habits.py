@@ -37,8 +37,6 @@ from .harness import (
     shard,
 )
 
-CLIPS = r"shardwise\.clip_grad_norm_"
-
 
 def with_gradient(mesh: Mesh, stage: int, **options: Any) -> tuple[Any, Any]:
     """A sharded model and its optimizer after one backward."""
@@ -108,14 +106,13 @@ GRADIENT_HABITS: dict[str, Callable[[Any], Any]] = {
 
 
 @all_stages
-@pytest.mark.parametrize("habit", GRADIENT_HABITS)
-def test_reading_or_editing_a_gradient_in_its_plain_place_raises(stage: int, habit: str) -> None:
+def test_reading_or_editing_a_gradient_in_its_plain_place_raises(stage: int) -> None:
     """In a flat buffer there is no ``p.grad`` to use; each of these would do nothing, or work on a fake."""
 
     def body(mesh: Mesh) -> None:
         model, optim = with_gradient(mesh, stage)
-        with raises(StateError, match=CLIPS):
-            GRADIENT_HABITS[habit](model)
+        said = {habit: refusal(lambda use=use: use(model)) for habit, use in GRADIENT_HABITS.items()}  # type: ignore[misc]
+        assert not [habit for habit, error in said.items() if "shardwise.clip_grad_norm_" not in error]
         assert_step_is_unharmed(model, optim)
 
     run_ranks(2, body)
@@ -140,30 +137,35 @@ def test_metadata_of_a_pending_gradient_passes(stage: int) -> None:
     run_ranks(2, body)
 
 
+PLAIN = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
+
+
 @all_stages
-@pytest.mark.parametrize(
-    "plain", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop], ids=lambda c: c.__name__
-)
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("built", ["before", "after"])
-def test_step_of_an_optimizer_that_was_not_sharded_raises(
-    stage: int, plain: Callable[..., torch.optim.Optimizer], options: dict[str, bool], built: str
-) -> None:
-    """C30a: it sees pending gradients, whatever kernel it uses; the sharded optimizer still works afterwards."""
-    if "fused" in options and plain is torch.optim.RMSprop:
-        options = {}
+def test_step_of_an_optimizer_that_was_not_sharded_raises(stage: int, built: str) -> None:
+    """C30a: it sees pending gradients, whatever kernel it uses; a sharded optimizer still works afterwards."""
+
+    def forgotten(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [
+            kind(model.parameters(), lr=0.1, **kernel)
+            for kind in PLAIN
+            for kernel in KERNELS
+            if not (kind is torch.optim.RMSprop and "fused" in kernel)
+        ]
 
     def body(mesh: Mesh) -> None:
         model = make_net()
         if built == "before":
-            forgotten = plain(model.parameters(), lr=0.1, **options)
+            optims = forgotten(model)
         model = shard(model, mesh, stage)
         if built == "after":
-            forgotten = plain(model.parameters(), lr=0.1, **options)
+            optims = forgotten(model)
         net_window(model, flat_rank(mesh), 0)
         before = shardwise.full_parameters(model)
-        with raises(StateError, match="shard_optimizer"):
-            forgotten.step()
+        for optim in optims:
+            with raises(StateError, match="shard_optimizer"):
+                optim.step()
         assert_all_equal(shardwise.full_parameters(model), before)
         assert_step_is_unharmed(model, shardwise.shard_optimizer(sgd(model), model))
 
@@ -190,8 +192,7 @@ def zero_with(model: Any, optim: Any, way: str) -> None:
 
 @all_stages
 @pytest.mark.parametrize("way", ["optim", "optim keep", "model", "model keep", "each", "delete"])
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_every_way_to_zero_gradients_does_what_it_does_in_torch(stage: int, way: str, decay: float) -> None:
+def test_every_way_to_zero_gradients_does_what_it_does_in_torch(stage: int, way: str) -> None:
     """Kept zeros still take part in a step (decay, momentum); removed gradients do not. Or it raises."""
 
     def run(model: Any, optim: Any, window: Callable[[Any, int], None]) -> None:
@@ -207,7 +208,7 @@ def test_every_way_to_zero_gradients_does_what_it_does_in_torch(stage: int, way:
         optim.step()
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=decay)
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
 
     def plain_window(model: Any, step: int) -> None:
         for rank in range(2):
@@ -250,7 +251,7 @@ def test_gradient_hooks_after_accumulation_see_the_gradient_or_raise(stage: int,
         if not error and registered == "after shard":
             error = refusal(register)
         if error:
-            assert "post_accumulate" in error
+            assert "accumulate" in error
             return
         net_window(model, flat_rank(mesh), 0)
         assert len(seen) == len(list(model.parameters()))
@@ -408,10 +409,10 @@ NO_CHANGE: dict[str, Callable[[Any], Any]] = {
 
 
 @all_stages
-@pytest.mark.parametrize("habit", NO_CHANGE)
-def test_what_changes_no_data_passes(stage: int, habit: str) -> None:
+def test_what_changes_no_data_passes(stage: int) -> None:
     def window(model: Any, rank: int, step: int) -> None:
-        NO_CHANGE[habit](model)
+        for habit in NO_CHANGE.values():
+            habit(model)
         net_window(model, rank, step)
 
     check_training(make_net, window, stage=stage)
@@ -425,7 +426,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "bfloat16": lambda model: model.bfloat16(),
     "to_empty": lambda model: model.to_empty(device="cpu"),
     "type": lambda model: model.type(torch.float32),
-    "one layer": lambda model: model.blocks[1].to(torch.float32),
+    "one layer": lambda model: model.blocks[0].to(torch.float32),
     "channels last": lambda model: model.to(memory_format=torch.preserve_format, dtype=torch.float32),
     "share_memory": lambda model: model.share_memory(),
     "data": lambda model: setattr(model.head.weight, "data", torch.zeros(2, 6, dtype=torch.float64)),
@@ -452,25 +453,35 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def make_small() -> nn.Module:
+    return make_net(num_blocks=1)
+
+
 @all_stages
 @pytest.mark.parametrize("habit", CHANGES)
 def test_what_would_change_data_behind_the_shards_raises_or_is_kept(stage: int, habit: str) -> None:
-    """Most raise at once, the rest at the next forward; where plain memory is edited in place, the edit counts."""
+    """Most raise at once, the rest at the next forward; where plain memory is edited in place, the edit counts.
+
+    With a wider master an edit of the parameter itself would be lost at the next step at the latest: always an error.
+    """
+
+    def change(model: Any, dtype: torch.dtype) -> None:
+        with torch.no_grad():
+            CHANGES[habit](model)
+        net_loss(model, 0, 1, dtype=dtype)
 
     def body(mesh: Mesh) -> None:
-        model = shard(make_net(), mesh, stage)
+        narrow = shard(make_small(), mesh, stage, precision=Precision(param=torch.bfloat16))
+        if habit != "bfloat16":
+            error = refusal(lambda: change(narrow, torch.bfloat16))
+            assert any(word in error for word in ("unsharded", "shard()")), error
+        model = shard(make_small(), mesh, stage)
         optim = shardwise.shard_optimizer(sgd(model), model)
         net_window(model, flat_rank(mesh), 0)
         optim.step()
         optim.zero_grad()
         before = shardwise.full_parameters(model)
-
-        def change() -> None:
-            with torch.no_grad():
-                CHANGES[habit](model)
-            net_window(model, flat_rank(mesh), 1)
-
-        error = refusal(change)
+        error = refusal(lambda: change(model, torch.float64))
         if error:
             assert any(word in error for word in ("unsharded", "shard()"))
             return
@@ -479,23 +490,6 @@ def test_what_would_change_data_behind_the_shards_raises_or_is_kept(stage: int, 
         assert not all(torch.equal(after[name], before[name]) for name in after), "the edit was lost"
         with shardwise.unsharded(model, writes=False):
             assert_all_equal(clone_all(dict(model.named_parameters())), after)
-
-    run_ranks(2, body)
-
-
-@all_stages
-@pytest.mark.parametrize("habit", CHANGES)
-def test_what_would_change_bf16_data_behind_the_masters_raises(stage: int, habit: str) -> None:
-    """With a wider master, an edit of the parameter itself is lost at the next step at the latest."""
-    if habit == "bfloat16":
-        return
-
-    def body(mesh: Mesh) -> None:
-        model = shard(make_net(), mesh, stage, precision=Precision(param=torch.bfloat16))
-        with raises(StateError, match=r"unsharded|shard\(\)"):
-            with torch.no_grad():
-                CHANGES[habit](model)
-            net_loss(model, flat_rank(mesh), 1, dtype=torch.bfloat16)
 
     run_ranks(2, body)
 
@@ -578,9 +572,8 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
 
 @all_stages
 @pytest.mark.parametrize("kind", SCHEDULERS)
-@pytest.mark.parametrize("built", ["before", "after"])
-def test_schedulers_drive_groups_as_in_torch(stage: int, kind: str, built: str) -> None:
-    """Built over the optimizer before or after it was sharded: it is the same object."""
+def test_schedulers_drive_groups_as_in_torch(stage: int, kind: str) -> None:
+    """Built over the optimizer before (even stages) or after it was sharded: it is the same object."""
 
     def run(model: Any, optim: Any, schedule: Any, window: Callable[[Any, int], None]) -> list[list[float]]:
         rates = []
@@ -606,7 +599,7 @@ def test_schedulers_drive_groups_as_in_torch(stage: int, kind: str, built: str) 
         def body(mesh: Mesh) -> tuple[list[list[float]], dict[str, Tensor]]:
             model = shard(make_net(), mesh, stage)
             optim = grouped(model)
-            schedule = SCHEDULERS[kind](optim) if built == "before" else None
+            schedule = SCHEDULERS[kind](optim) if stage % 2 == 0 else None
             optim = shardwise.shard_optimizer(optim, model)
             schedule = schedule or SCHEDULERS[kind](optim)
             rates = run(model, optim, schedule, lambda m, step: net_window(m, flat_rank(mesh), step))
@@ -755,14 +748,14 @@ REFUSED = [
 
 
 @all_stages
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_optimizers_that_need_more_than_elements_are_refused_by_name(stage: int, number: int) -> None:
+def test_optimizers_that_need_more_than_elements_are_refused_by_name(stage: int) -> None:
     def body(mesh: Mesh) -> None:
         model = shard(make_net(), mesh, stage)
-        optim = REFUSED[number](list(model.parameters()))
-        name = next(c.__name__ for c in type(optim).__mro__ if c.__name__ != "CustomLars")
-        with raises(ConfigError, match=name):
-            shardwise.shard_optimizer(optim, model)
+        for build in REFUSED:
+            optim = build(list(model.parameters()))
+            name = next(c.__name__ for c in type(optim).__mro__ if c.__name__ != "CustomLars")
+            with raises(ConfigError, match=name):
+                shardwise.shard_optimizer(optim, model)
         shardwise.shard_optimizer(adamw(model), model)
 
     run_ranks(1, body)

@@ -119,10 +119,10 @@ class Pair(nn.Module):
     ("dtype", "accumulate"),
     [
         (torch.bfloat16, None),
-        (torch.bfloat16, torch.bfloat16),
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.matrix),
         (torch.bfloat16, torch.float64),
         (torch.float32, None),
-        (torch.float32, torch.float64),
+        pytest.param(torch.float32, torch.float64, marks=pytest.mark.matrix),
     ],
     ids=short,
 )

@@ -29,6 +29,7 @@ class Case:
     window: Window = net_window
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = FP64_TOLERANCE
+    steps: int = 2
 
     def __str__(self) -> str:
         return self.name
@@ -714,8 +715,8 @@ USES = [
     Case("penalty over all parameters", lambda: fill(Penalty())),
     Case("weights of a neighbour", make_neighbours),
     Case("detached weights", chain(Detached, Detached)),
-    Case("partly used", chain(PartlyUsed, PartlyUsed), partly_window),
-    Case("branches by step", lambda: fill(Branches()), branch_window),
+    Case("partly used", chain(PartlyUsed, PartlyUsed), partly_window, steps=3),
+    Case("branches by step", lambda: fill(Branches()), branch_window, steps=4),
     Case("used on one rank", lambda: fill(RankUnused()), rank_unused_window),
     Case("side loss", chain(SideLoss, SideLoss), side_window),
 ]
