@@ -20,6 +20,7 @@ from shardwise.comm.base import Mesh, Verb, rank_order_mean
 from shardwise.comm.recording import Log, record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
+from shardwise.schedule import Begin
 from shardwise.testing.compare import (
     Case,
     MicroBatches,
@@ -28,6 +29,7 @@ from shardwise.testing.compare import (
     train_plain,
     train_sharded,
 )
+from shardwise.testing.lanes import Instruments
 from shardwise.testing.models import ODDITIES
 from shardwise.testing.ranks import run_ranks
 
@@ -240,10 +242,15 @@ def test_memory_is_given_back(stage: int) -> None:
             assert held.now[Kind.GATHERED] == 0
             loss.backward()
             assert held.now[Kind.GATHERED] == held.now[Kind.STAGING] == 0
+            if step == 2:  # a second window has buffers of its own for a while
+                peak = held.peak[Kind.GATHERED], held.peak[Kind.STAGING]
+                loss_of(model, rows(mesh["data"].rank)).backward()
+                assert held.now[Kind.STAGING] == 0
+                assert held.peak[Kind.STAGING] > peak[1]
             optimizer.step()
             optimizer.zero_grad()
             assert held.now[Kind.GRAD] == 0
-        return held.peak[Kind.GATHERED], held.peak[Kind.STAGING]
+        return peak
 
     gathered, staging = run2(body)[0]
     assert gathered == (3 * slot if stage == 3 else 0)  # the unit whose backward ends, the next, the one ahead
@@ -314,6 +321,75 @@ def test_unit_stays_gathered_between_the_backwards_of_its_uses() -> None:
     events = run2(body)[0]
     assert events.count("reduce 0") == 1
     assert events.count("gather 0") == 3  # two uses, one backward
+
+
+@all_stages
+def test_unit_kept_for_a_backward_is_not_stale_after_a_step(stage: int) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss_of(model, rows(mesh["data"].rank, step)).backward()
+            loss_of(model, rows(9))  # for a log, without a backward: the last unit stays gathered
+            optimizer.step()
+            optimizer.zero_grad()
+        return model(rows(9)).detach()
+
+    plain = make_model()
+    plain.load_state_dict(plain_sgd(2))
+    for out in run2(body):
+        torch.testing.assert_close(out, plain(rows(9)).detach())
+
+
+@all_stages
+def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x + x @ self.layers[2].weight)
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        probe = Instruments("late")
+        model = shardwise.shard(Net(), mesh, stage=stage, lanes=probe.lanes, arena=probe.arena)
+        for step in range(2):
+            loss_of(model, rows(mesh["data"].rank, step)).backward()
+        return shardwise.full_gradients(model)
+
+    plain = Net()
+    for rank in range(2):
+        for step in range(2):
+            (loss_of(plain, rows(rank, step)) / 2).backward()
+    for grads in run2(body):
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@all_stages
+def test_verbs_of_a_bucket_wait_for_each_other(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        probe = Instruments("late")
+        model = shardwise.shard(make_model(layers=1), mesh, stage=stage, lanes=probe.lanes, arena=probe.arena)
+        bucket = Managed.of(model).runtime.units[-1].buckets[0]
+        grads, slot = bucket.trainable_grads, bucket.site.layout.slots[0]
+        for factor in (1.0, 10.0):
+            grads.accumulate(slot, torch.full((WIDTH, WIDTH), factor * (mesh["data"].rank + 1)))
+            bucket.reduce_grads()
+            bucket.finalize_grads()
+        grads.wait()
+        held = grads.owned.clone()
+        assert set(held.unique().tolist()) <= {0.0, 16.5}
+        grads.accumulate(slot, torch.ones(WIDTH, WIDTH))
+        bucket.finalize_grads()
+        grads.empty()
+        assert ledger(model).now[Kind.GRAD] == ledger(model).now[Kind.STAGING] == 0
+        bucket.unshard()
+        bucket.refresh_params()
+        bucket.unshard()
+        bucket.reshard()
+
+    run2(body)
 
 
 @all_stages
@@ -397,6 +473,21 @@ def test_no_rank_updates_when_ranks_reduced_unlike_windows() -> None:
 
     errors = run_ranks(2, body, match="order", timeout=5, return_exceptions=True)
     assert [type(error) for error in errors] == [RankMismatchError] * 2
+
+
+def test_no_rank_updates_when_ranks_reduced_in_unlike_orders() -> None:
+    def body(mesh: Mesh) -> None:
+        model = shardwise.shard(make_model(), mesh, stage=0)
+        optimizer = sgd(model)
+        runtime = Managed.of(model).runtime
+        order = [0, 1, 2] if mesh["data"].rank else [1, 0, 2]
+        runtime.schedule = runtime.schedule.agreed(tuple(Begin(index + 1) for index in order))
+        loss_of(model, rows(0)).backward()
+        optimizer.step()
+
+    errors = run_ranks(2, body, match="order", timeout=5, return_exceptions=True)
+    assert [type(error) for error in errors] == [RankMismatchError] * 2
+    assert "rank 0 finalized 0; rank 1 finalized 1" in str(errors[0])
 
 
 def test_ranks_at_unlike_steps_are_named() -> None:
@@ -921,6 +1012,39 @@ def test_two_optimizers_keep_their_gradients_apart(stage: int) -> None:
         model = shardwise.shard(make_model(), mesh, stage=stage)
         optimizers = [shardwise.shard_optimizer(each, model, partial=True) for each in build(model)]
         train(model, *optimizers, [mesh["data"].rank])
+        return shardwise.full_parameters(model)
+
+    for found in run2(body):
+        assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@all_stages
+@pytest.mark.parametrize("reduce", [False, True])
+def test_zero_grad_of_one_optimizer_keeps_local_gradients_of_the_other(stage: int, reduce: bool) -> None:
+    def parts(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        return torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.2)
+
+    plain = make_model()
+    first, second = parts(plain)
+    for rank in range(2):
+        (loss_of(plain, rows(rank, 0)) / 2).backward()
+    first.zero_grad()
+    for rank in range(2):
+        (loss_of(plain, rows(rank, 1)) / 2).backward()
+    first.step()
+    second.step()
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        first, second = (shardwise.shard_optimizer(each, model, partial=True) for each in parts(model))
+        with shardwise.no_sync(model, reduce=reduce):
+            loss_of(model, rows(mesh["data"].rank, 0)).backward()
+            first.zero_grad()
+        loss_of(model, rows(mesh["data"].rank, 1)).backward()
+        first.step()
+        second.step()
         return shardwise.full_parameters(model)
 
     for found in run2(body):
