@@ -20,7 +20,7 @@ from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit, Use
-from shardwise.saved import SavedWeights
+from shardwise.saved import SavedWeights, is_nonreentrant_recompute
 from shardwise.uses import UseHooks
 
 __all__ = ["ModelHooks", "backward_is_running"]
@@ -40,6 +40,29 @@ class _Call:
     grad_enabled: bool
     use: Use | None
     versions: int  # of the unit's parameters, to notice edits in place
+
+
+class _ForwardHook:
+    """A forward hook that the compiler does not look into, and that keeps modules from being copied or pickled."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> None:
+        """Forward to the hook."""
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: see ``__reduce_ex__``."""
+        return self.__reduce_ex__(None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: the hooks hang on every unit, and a copy of a unit would not train."""
+        raise StateError(
+            "a sharded model, or a part of it, cannot be copied or pickled: build a second model and load "
+            "shardwise.full_state_dict(model) into it; for an average of weights, average "
+            "shardwise.local_parameters(model) on every rank"
+        )
 
 
 class ModelHooks:
@@ -62,22 +85,13 @@ class ModelHooks:
         self._saved = SavedWeights(self._by_storage, self._active_buckets)
         self._uses = UseHooks(runtime, self._backward_event)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuse: see ``__reduce_ex__``."""
-        return self.__reduce_ex__(None)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: the hooks hang on every unit, and a copy of a unit would not train."""
-        raise StateError(
-            "a sharded model, or a part of it, cannot be copied or pickled: build a second model and load "
-            "shardwise.full_state_dict(model) into it; for an average of weights, average "
-            "shardwise.local_parameters(model) on every rank"
-        )
-
     def attach(self) -> None:
         """Register the module hooks."""
         for unit, module in zip(self.runtime.units, self._modules, strict=True):
-            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+            before, after = (
+                _ForwardHook(partial(self._before_forward, unit)),
+                _ForwardHook(partial(self._after_forward, unit)),
+            )
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
 
@@ -135,8 +149,9 @@ class ModelHooks:
         recomputes = False
         if in_backward:
             self.arm()
-            recomputes = unit.recomputes > 0
-            self.runtime.recompute_begins(unit)
+            recomputes = unit.recomputes > 0 and not is_nonreentrant_recompute()
+            if recomputes:
+                self.runtime.recompute_begins(unit)
         elif not self._calls:
             self.runtime.begin_root(records=torch.is_grad_enabled())
             self._check_tree()

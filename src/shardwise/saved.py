@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket
 
-__all__ = ["SavedWeights"]
+__all__ = ["SavedWeights", "is_nonreentrant_recompute"]
 
 _CAST_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -88,7 +88,7 @@ class SavedWeights:
             return _Handle(
                 bucket, bucket.params.version, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), None
             )
-        if tensor.dtype in _CAST_DTYPES and torch.is_autocast_enabled(tensor.device.type):
+        if tensor.dtype in _CAST_DTYPES:  # autocast looks switched off in here: this runs below its kernels
             return self._cast_handle(tensor)
         return None
 
@@ -135,11 +135,11 @@ class SavedWeights:
 class _ComposedPack:
     def __init__(self, weights: SavedWeights, outer: Callable[[Tensor], Any]) -> None:
         self.weights = weights
-        self._outer = outer
+        self.outer = outer
 
     def __call__(self, tensor: Tensor) -> Any:
         handle = self.weights.handle(tensor)
-        return (self._outer(tensor),) if handle is None else handle
+        return (self.outer(tensor),) if handle is None else handle
 
 
 class _ComposedUnpack:
@@ -149,6 +149,16 @@ class _ComposedUnpack:
 
     def __call__(self, kept: Any) -> Tensor:
         return self._weights.restore(kept) if isinstance(kept, _Handle) else self._outer(kept[0])
+
+
+def is_nonreentrant_recompute() -> bool:
+    """Whether a non-reentrant checkpoint computes its region again, to find what it had not saved."""
+    hooks = _top_hooks()
+    pack: Any = hooks[0] if hooks else None
+    while isinstance(pack, _ComposedPack):
+        pack = pack.outer
+    # torch 2.11-2.13: torch.utils.checkpoint._recomputation_hook.__init__.<locals>.pack_hook
+    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
 
 
 def _orientations(weight: Tensor, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], Tensor]]:

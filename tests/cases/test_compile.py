@@ -28,6 +28,9 @@ from .harness import (
 
 FP32 = torch.float32
 
+# The compiler looks at .grad of every tensor it meets and hides torch's warning, which "warnings are errors" forestalls.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:

@@ -144,9 +144,8 @@ class Runtime:
 
     def recompute_begins(self, unit: Unit) -> None:
         """A reentrant checkpoint computes a unit again: its gradients will come once more."""
-        if unit.recomputes:
-            unit.recomputes -= 1
-            unit.delivered.clear()
+        unit.recomputes -= 1
+        unit.delivered.clear()
 
     def grad_ready(self, unit: Unit, number: int, slot: int, grad: Tensor | None) -> None:
         """Autograd finished one parameter's gradient (None: its function returned none)."""
