@@ -89,6 +89,12 @@ class Slab:
             self._arena.resize(self.tensor, 0)
             self._arena.ledger.add(self._kind, -self.num_bytes)
 
+    def abandon(self) -> None:
+        """Leave the memory to whoever still refers to it (a graph of autograd) and count it no more."""
+        if self.filled:
+            self.filled = False
+            self._arena.ledger.add(self._kind, -self.num_bytes)
+
 
 class Arena:
     """Allocates on one device and keeps the ledger."""

@@ -142,6 +142,9 @@ def find_units(model: nn.Module, units: Units = None) -> list[UnitModule]:
         if unknown:
             raise ConfigError(f"units: the model has no modules named {unknown}")
         chosen = {name: module for name, module in named.items() if name and name in set(units)}
+    idle = [name for name, module in chosen.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    if idle:
+        raise ConfigError(f"units: {idle[:5]} are containers whose forward never runs; name the modules inside them")
     ordered = [UnitModule(name=name, module=module) for name, module in named.items() if name in chosen]
     return [UnitModule(name="", module=model), *(unit for unit in ordered if has_params(unit.module))]
 

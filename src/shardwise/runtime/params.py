@@ -179,9 +179,10 @@ class ParamBuffers:
             self.state = ParamState.GATHERING
 
     def drop(self) -> None:
-        """Give all memory back."""
+        """Give all memory back; weights saved for backward become invalid where they are handles."""
         self.settle()
-        self.full.release()
+        self.version = -1
+        self.full.abandon()
         if self.sharded_axes:
             self.site.arena.drop(Kind.PARAM, self.shard)
         if self.separate_master:
