@@ -197,7 +197,7 @@ def test_triples_that_add_in_the_same_order_agree_bit_for_bit() -> None:
     check_triples((0, ("uneven", "tied", "frozen"), MicroBatches.SUMMED, 1.0, torch.float32, "adamw"))
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda w: w.name)
+@pytest.mark.parametrize("window", [MicroBatches.REDUCED, MicroBatches.SUMMED], ids=lambda w: w.name)
 def test_collectives_of_one_rank_change_nothing(window: MicroBatches) -> None:
     check_stages((0, ODDITIES, window, 1.0, torch.float64, "adamw"), forced=True)
 
