@@ -28,7 +28,7 @@ from .harness import (
 
 FP32 = torch.float32
 
-# The compiler looks at .grad of every tensor it meets and hides torch's warning, which "warnings are errors" forestalls.
+# The compiler looks at .grad of every tensor it meets and hides the warning, which "warnings are errors" forestalls.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 

@@ -244,9 +244,8 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 @all_stages
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("bad_rank", "bad"), [(0, math.nan), (1, math.inf)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_with_a_nonfinite_gradient_does_what_was_chosen_on_all_ranks(
     stage: int, bad_rank: int, bad: float, dtype: torch.dtype
 ) -> None:

@@ -30,6 +30,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = FP64_TOLERANCE
     steps: int = 2
+    large: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -728,7 +729,7 @@ OUTPUTS = [Case(f"output in {kind}", packing(kind)) for kind in CONTAINERS] + [
     Case("output dropped", chain(Block, Block, call=lambda b, x: (b(x), x * 2)[1])),
 ]
 CHECKPOINTS = [
-    Case(f"checkpoint {'reentrant' if reentrant else 'plain'} {place} {uses}", make)
+    Case(f"checkpoint {'reentrant' if reentrant else 'plain'} {place} {uses}", make, large=uses == 3)
     for reentrant in (True, False)
     for uses in (1, 2, 3)
     for place, make in (
