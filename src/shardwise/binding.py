@@ -159,7 +159,7 @@ class Binding(GuardAccess):
     def grad_pending(self, param: Tensor) -> bool:
         """Whether a gradient for this parameter waits in the bucket."""
         grads = self.bucket.grads
-        return grads is not None and self.slot(param).index in grads.arrived
+        return grads is not None and self.slot(param).index in grads.pending
 
     def discard_grad(self, param: Tensor) -> None:
         """Forget the parameter's gradient."""

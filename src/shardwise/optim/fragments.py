@@ -40,7 +40,7 @@ class BucketFragments:
     def _make(self, part: Fragment) -> nn.Parameter:
         fragment = nn.Parameter(self._cut(self.bucket.params.master, part))
         slot, grads = part.slot, self.bucket.trainable_grads
-        fragment.__dict__.update(_name=slot.param.name, _is_pending=lambda: slot.index in grads.arrived)
+        fragment.__dict__.update(_name=slot.param.name, _is_pending=lambda: slot.index in grads.pending)
         fragment.__class__ = GuardedFragment
         return fragment
 

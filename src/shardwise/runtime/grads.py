@@ -34,7 +34,9 @@ class GradBuffers:
 
     Attributes:
         resting: [numel / |G|] accumulate dtype; after a window its O-range is the mean gradient over all ranks.
-        arrived: slots that received a gradient since the gradients were last emptied.
+        arrived: slots that received a gradient on this rank since the gradients were last emptied.
+        pending: slots for which a gradient may wait here: this rank's own or, after a reduction, that of any rank. When
+            the ranks have agreed on what arrived, exactly those.
     """
 
     def __init__(self, site: Site) -> None:
@@ -46,6 +48,7 @@ class GradBuffers:
         self._local = site.arena.slab(Kind.STAGING, numel, dtype) if place.num_grad else None
         self.state = GradState.EMPTY
         self.arrived: set[int] = set()
+        self.pending: set[int] = set()
         self._written: set[int] = set()  # slots with a value in the local buffer
         self._partial = False  # the window buffer holds sums over G that are not final
         self._has_result = False  # the resting buffer holds a final gradient
@@ -93,6 +96,7 @@ class GradBuffers:
             view.copy_(grad)
             self._written.add(slot.index)
         self.arrived.add(slot.index)
+        self.pending.add(slot.index)
         self.state = GradState.ACCUMULATING
 
     def reduce(self, *, final: bool, factor: float = 1.0) -> None:
@@ -137,6 +141,8 @@ class GradBuffers:
         self._partial = not final
         self._has_result = self._has_result or final
         self._written.clear()
+        if place.num_ranks > 1:
+            self.pending = {slot.index for slot in site.layout.slots}
         self.state = GradState.REDUCING
 
     def wait(self) -> None:
@@ -156,6 +162,7 @@ class GradBuffers:
         self.wait()
         if not keep_arrived:
             self.arrived.discard(slot.index)
+            self.pending.discard(slot.index)
         place, site = self.site.placement, self.site
         if slot.index in self._written:
             view = self._view(self._target(), slot)
@@ -175,6 +182,7 @@ class GradBuffers:
         for slab in self._slabs():
             self._free(slab)
         self.arrived.clear()
+        self.pending.clear()
         self._written.clear()
         self._partial = self._has_result = False
         self.state = GradState.EMPTY

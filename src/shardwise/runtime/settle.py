@@ -55,7 +55,7 @@ class Settler:
         if self._last is not None and self._last.grads_version == runtime.grads_version:
             return self._last
         buckets = runtime.trainable_buckets()
-        if runtime.scaler is not None and any(bucket.trainable_grads.arrived for bucket in buckets):
+        if runtime.scaler is not None and any(bucket.trainable_grads.has_result for bucket in buckets):
             runtime.scaler.check_scaled()
         flags = [slot.index in b.trainable_grads.arrived for b in buckets for slot in b.site.layout.slots]
         own = Record(
@@ -75,12 +75,10 @@ class Settler:
         first = None
         if not math.isfinite(norm):
             norm, first = self._look_closer(2.0)
-        self._last = Settlement(
-            grads_version=runtime.grads_version,
-            norm=norm,
-            first_nonfinite=first,
-            arrived=_by_bucket(buckets, records),
-        )
+        arrived = _by_bucket(buckets, records)
+        for bucket in buckets:
+            bucket.trainable_grads.pending = set(arrived[bucket.site.index])
+        self._last = Settlement(grads_version=runtime.grads_version, norm=norm, first_nonfinite=first, arrived=arrived)
         return self._last
 
     def norm(self, norm_type: float) -> float:
