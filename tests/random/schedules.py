@@ -7,10 +7,9 @@ operations run on every replica, and what is collective in a sharded run works o
 """
 
 import contextlib
-import copy
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -86,6 +85,7 @@ class Setup:
     def unit_names(self, model: nn.Module) -> list[str] | None:
         """The names of the modules to make units; None lets the library choose."""
         named = [(n, m) for n, m in model.named_modules() if n and next(m.parameters(), None) is not None]
+        named = [(n, m) for n, m in named if not isinstance(m, nn.ModuleList)]  # which are never called
         if isinstance(self.units, tuple):
             return sorted({named[number % len(named)][0] for number in self.units})
         kinds = {"auto": None, "leaves": LeafModule, "boxes": BoxModule, "all": (LeafModule, BoxModule)}[self.units]
@@ -382,14 +382,17 @@ class ZeroGrad(Op):
 
 @dataclass(frozen=True)
 class Toggle(Op):
-    """Freeze a parameter, or unfreeze it."""
+    """Freeze a parameter, or unfreeze it: then graphs of earlier forwards may be refused, so they are forgotten."""
 
     pick: int = 0
+    keep_graphs: bool = False
 
     def local(self, worker: Worker) -> None:
         params = worker.body_params()
         if params:
             param = params[self.pick % len(params)]
+            if not param.requires_grad and not self.keep_graphs:
+                worker.pending.clear()
             param.requires_grad_(not param.requires_grad)
 
 
@@ -680,9 +683,16 @@ def count_hooks(model: nn.Module) -> tuple[int, int]:
 
 
 def unit_counts(model: nn.Module) -> list[dict[str, object]]:
-    """The state of every unit but for its buckets and the slots it awaits, which follow ``requires_grad``."""
-    left_out = ("buckets", "awaited")
-    return [{k: copy.copy(v) for k, v in vars(u).items() if k not in left_out} for u in runtime_of(model).units]
+    """The counts of every unit, and the sizes of what it collects while it is in use."""
+    follows_flags = ("buckets", "awaited", "after_edit")
+    return [
+        {
+            key: len(value) if isinstance(value, Sized) else value
+            for key, value in vars(unit).items()
+            if key not in follows_flags
+        }
+        for unit in runtime_of(model).units
+    ]
 
 
 def _num_hooks(param: nn.Parameter) -> int:

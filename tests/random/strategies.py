@@ -106,19 +106,24 @@ def operations() -> SearchStrategy[s.Op]:
     )
 
 
-@st.composite
-def schedules(draw: st.DrawFn, max_size: int) -> tuple[s.Op, ...]:
-    """Operations; a part of them are forwards with their backwards, as most others need some."""
-    pair = st.tuples(st.builds(s.Forward), st.builds(s.Backward, st.just(0), WINDOWS))
-    groups = st.one_of(operations().map(lambda op: (op,)), pair)
-    return tuple(op for group in draw(st.lists(groups, max_size=max_size)) for op in group)
+def schedules(max_windows: int, without: frozenset[str] = frozenset()) -> SearchStrategy[tuple[s.Op, ...]]:
+    """Windows of operations, most of which end in a step; forwards come often, as most others need some."""
+    forward, backward = st.builds(s.Forward), st.builds(s.Backward, st.just(0), WINDOWS)
+    pair = st.tuples(forward, backward)
+    other = st.builds(s.Backward, st.integers(0, 1), WINDOWS, st.booleans())
+    two = st.tuples(forward, forward, other, backward)
+    single = st.tuples(operations().filter(lambda op: type(op).__name__ not in without))
+    groups = st.lists(st.one_of(single, single, single, pair, two), max_size=8)
+    ends = st.sampled_from([(s.Step(), s.ZeroGrad()), (s.Clip(), s.Step(), s.ZeroGrad("model")), (s.Step(),), ()])
+    windows = st.lists(st.tuples(groups, ends), max_size=max_windows)
+    return windows.map(lambda found: tuple(op for ops, end in found for group in (*ops, end) for op in group))
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_ops: int = 10, without: frozenset[str] = frozenset()) -> s.Case:
+def cases(draw: st.DrawFn, *, max_windows: int = 4, without: frozenset[str] = frozenset()) -> s.Case:
     graph, setup = draw(graphs(without)), draw(setups())
     if RANK_DEPENDENT in graph.kinds():
         # An output that needs no gradient where the weight is not used would not be seen in backward on that rank.
         graph = replace(graph, grad_of_input=True)
         setup = replace(setup, policy=WAITS_UNLIKE.get(setup.policy, setup.policy))
-    return s.Case(graph, setup, draw(schedules(max_ops)))
+    return s.Case(graph, setup, draw(schedules(max_windows, without)))
