@@ -309,6 +309,31 @@ def test_recomputed_units_gather_and_reduce_no_more_than_needed(reentrant: bool,
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_number_of_reductions_in_flight_bounds_their_memory(in_flight: int) -> None:
+    def body(mesh: Mesh) -> int:
+        model = shardwise.shard(make_model(layers=5), mesh, stage=3, reductions_in_flight=in_flight)
+        loss_of(model, rows(mesh["data"].rank)).backward()
+        return ledger(model).peak[Kind.STAGING]
+
+    assert run2(body)[0] == (1 + in_flight) * 512
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_number_of_units_gathered_ahead_is_as_told(prefetch: int) -> None:
+    def body(mesh: Mesh) -> list[str]:
+        recorded, log = record(mesh)
+        model = shardwise.shard(make_model(), recorded, stage=3, prefetch=prefetch)
+        model[0].register_forward_pre_hook(lambda *_: log.events.append("use 0"))
+        loss_of(model, rows(mesh["data"].rank)).backward()
+        shardwise.clip_grad_norm_(model, math.inf)
+        log.clear()
+        model(rows(0))
+        return sent(log)
+
+    assert run2(body)[0][: prefetch + 2] == [*(f"gather {index}" for index in range(prefetch + 1)), "use 0"]
+
+
 def test_unit_stays_gathered_between_the_backwards_of_its_uses() -> None:
     def body(mesh: Mesh) -> list[str]:
         model = make_model(layers=2)
@@ -346,6 +371,30 @@ def test_unit_gathered_ahead_and_not_used_is_freed() -> None:
         return held
 
     assert run2(body)[0] == [0, 512]  # where a backward may follow, the last unit stays
+
+
+def test_unit_gathered_ahead_of_a_backward_that_does_not_come_is_freed() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2](self.layers[1](self.layers[0](x).detach()))
+
+    def body(mesh: Mesh) -> tuple[list[str], int]:
+        recorded, log = record(mesh)
+        model = shardwise.shard(Net(), recorded, stage=3)
+        for _ in range(2):
+            log.clear()
+            model(rows(mesh["data"].rank)).sum().backward()
+            held = ledger(model).now[Kind.GATHERED]
+            shardwise.clip_grad_norm_(model, math.inf)
+        return sent(log), held
+
+    events, held = run2(body)[0]
+    assert events.count("gather layers.0") == 2  # for its forward, and in vain
+    assert held == 0
 
 
 @all_stages
@@ -745,7 +794,10 @@ def test_released_parameters_cannot_be_misread() -> None:
                 read(model[0].weight)
         assert model[0].weight.shape == (WIDTH, WIDTH)
         with shardwise.unsharded(model):
+            model(rows(0))  # what is pinned is not freed after use
             assert torch.equal(model[0].weight, make_model()[0].weight)
+        with pytest.raises(StateError, match=r"0\.weight"):
+            model[0].weight.sum()
 
     run2(body)
 
