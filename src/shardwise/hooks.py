@@ -141,8 +141,16 @@ class ModelHooks:
     def arm(self) -> None:
         """If a backward runs, note it once, and ask autograd to call back at its end."""
         if not self.runtime.in_backward and backward_is_running():
-            self.runtime.begin_backward()
+            self.runtime.begin_backward(expects_grads=self._expects_grads())
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _expects_grads(self) -> bool:
+        """Whether the running backward will bring a gradient of any parameter; not so in ``autograd.grad``."""
+        trainable = (p for b in self.all_bindings() if b.bucket.grads is not None for p in b.params if p.requires_grad)
+        try:
+            return any(torch._C._will_engine_execute_node(_accumulator(param)) for param in trainable)
+        except RuntimeError:  # how autograd says that it runs autograd.grad
+            return False
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         in_backward = backward_is_running()
@@ -212,6 +220,12 @@ class ModelHooks:
                 "`with shardwise.unsharded(model):`"
             )
         self.arm()
+
+
+def _accumulator(param: nn.Parameter) -> Any:
+    """Return autograd's node that collects a parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(param).node
 
 
 def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -48,10 +48,10 @@ class Means:
 
 @dataclass
 class _Backward:
-    """One running backward: how far its reductions are, and whether any gradient came."""
+    """One running backward: how far its reductions are, and whether it has anything to reduce."""
 
+    reduces: bool  # a gradient came, or autograd said that one will: the same on all ranks, also where one is late
     next_reduction: int = 0  # position in the reduction order
-    delivered: bool = False
     horizon: float = inf  # position in the trace: everything that began after it has gone backward
 
 
@@ -121,9 +121,9 @@ class Runtime:
         if not self.in_backward and (self._trace is None or unit.index not in self.schedule.kept):
             unit.reshard()
 
-    def begin_backward(self) -> None:
-        """The first event of a backward."""
-        self._backward = _Backward()
+    def begin_backward(self, *, expects_grads: bool = False) -> None:
+        """The first event of a backward; ``expects_grads`` says that it will bring gradients of parameters."""
+        self._backward = _Backward(reduces=expects_grads)
 
     def before_backward(self, unit: Unit) -> None:
         """The gradients of a unit's outputs arrived: gather it, and the one before it.
@@ -153,13 +153,13 @@ class Runtime:
         if grad is not None:
             bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad)
             self.grads_version += 1
-            self._running().delivered = True
+            self._running().reduces = True
         unit.delivered.add((number, slot))
         self._advance(unit)
 
     def end_backward(self) -> None:
         """A backward ended: reduce what is left, wait for all reductions, free everything."""
-        if self._running().delivered:
+        if self._running().reduces:
             self._reduce_through(len(self.units))
             for unit in self.units:  # gradients that came after their unit's reduction
                 if any(bucket.trainable_grads.has_written for bucket in unit.trainable_buckets()):
@@ -238,7 +238,7 @@ class Runtime:
     def _reduce_through(self, least: int) -> None:
         """Reduce units in the agreed order: the first ``least`` in any case, then those whose backward is over."""
         order, backward = self.schedule.reduction_order, self._running()
-        while backward.next_reduction < len(order):
+        while backward.reduces and backward.next_reduction < len(order):
             unit = self.units[order[backward.next_reduction]]
             over = not unit.trainable or unit.backward_is_over or self._first_begin(unit) > backward.horizon
             if not over and backward.next_reduction >= least:
