@@ -101,6 +101,9 @@ GRADIENT_HABITS: dict[str, Callable[[Any], Any]] = {
     "grad added": lambda model: setattr(model.head.weight, "grad", model.head.weight.grad + 1.0),
     "parameters_to_vector": lambda model: torch.nn.utils.parameters_to_vector([p.grad for p in model.parameters()]),
     "all_reduce by hand": lambda model: torch.distributed.all_reduce(model.head.weight.grad),
+    "clip what the optimizer holds": lambda model: torch.nn.utils.clip_grad_norm_(
+        [p for group in model._shardwise.optimizers[0].optimizer.param_groups for p in group["params"]], 1.0
+    ),
     "copy into": lambda model: torch.zeros(2, 6, dtype=torch.float64).copy_(model.head.weight.grad),
 }
 
@@ -761,6 +764,38 @@ def test_optimizers_that_need_more_than_elements_are_refused_by_name(stage: int)
     run_ranks(1, body)
 
 
+ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5, maximize=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "Adam with a tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+@all_stages
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_elementwise_optimizers_step_as_in_torch(stage: int, kind: str) -> None:
+    check_training(
+        make_net,
+        net_window,
+        stage=stage,
+        steps=3,
+        optimizer=lambda model: ELEMENTWISE[kind](model.parameters()),
+        tolerance=1e-9,
+    )
+
+
 @all_stages
 def test_optimizer_with_state_from_earlier_steps_is_refused(stage: int) -> None:
     def body(mesh: Mesh) -> None:
@@ -775,6 +810,58 @@ def test_optimizer_with_state_from_earlier_steps_is_refused(stage: int) -> None:
         fresh = shardwise.shard_optimizer(adamw(model), model)
         with raises(ConfigError, match="sharded already"):
             shardwise.shard_optimizer(fresh, model)
+
+    run_ranks(2, body)
+
+
+# Calling a model in other ways
+
+
+def functional_window(model: nn.Module, rank: int, step: int) -> None:
+    x = data(3, 4, key=(rank, step))
+    torch.func.functional_call(model, dict(model.named_parameters()), (x,)).square().mean().backward()
+
+
+def forward_window(model: nn.Module, rank: int, step: int) -> None:
+    model.forward(data(3, 4, key=(rank, step))).square().mean().backward()
+
+
+@all_stages
+@pytest.mark.parametrize("window", [functional_window, forward_window])
+def test_calls_past_the_module_work_or_raise(stage: int, window: Any) -> None:
+    """``functional_call`` with the model's own parameters is a plain call; ``model.forward`` skips the root's hooks."""
+    if window is functional_window or stage < 3:
+        check_training(make_net, window, stage=stage)
+        return
+
+    def body(mesh: Mesh) -> None:
+        model = shard(make_net(), mesh, stage)
+        with raises(StateError, match="call the module itself"):
+            window(model, 0, 0)
+
+    run_ranks(2, body)
+
+
+@all_stages
+def test_functional_calls_with_other_tensors_raise(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        model = shard(make_net(), mesh, stage)
+        others = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+        with raises(StateError, match=r"not managed|replaced"):
+            torch.func.functional_call(model, others, (data(3, 4, key=0),))
+        net_window(model, flat_rank(mesh), 0)  # the swap was undone
+
+    run_ranks(2, body)
+
+
+@all_stages
+def test_embeddings_that_renormalise_their_weight_in_forward_raise(stage: int) -> None:
+    """``max_norm`` edits the weight in place: lost at stage 3, different on every rank elsewhere."""
+
+    def body(mesh: Mesh) -> None:
+        model = shard(fill(nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))), mesh, stage)
+        with raises(StateError, match="changed in place"):
+            model(torch.tensor([1, 2]))
 
     run_ranks(2, body)
 

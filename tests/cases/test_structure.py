@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise
-from shardwise import StateError
+from shardwise import Precision, StateError
 from shardwise.comm.base import Mesh
 from shardwise.comm.recording import record
 from shardwise.memory import Kind
@@ -41,6 +41,7 @@ from .harness import (
     sgd,
     shard,
     train_plain,
+    train_sharded,
 )
 from .zoo import CASES, Case, Empty, Tiny, chain, checkpointed, make_adapters
 
@@ -138,6 +139,53 @@ def test_training_matches_one_process_in_a_sampled_variant(case: Case, stage: in
 def test_training_matches_one_process_in_many_variants(case: Case, stage: int) -> None:
     for variant in VARIANTS[zlib.crc32(f"{case} {stage}".encode()) % 40 :: 40]:
         check_variant(case, stage, variant)
+
+
+NATIVE = ("mixed dtypes", "adapters", "submodule", "attention", "checkpoint", "deferred", "input gradient")
+
+
+def in_dtype(case: Case, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """The model of a case whose inputs are cast to the dtype of its parameters."""
+
+    def make() -> nn.Module:
+        model = case.make()
+        model.register_forward_pre_hook(
+            lambda module, args: tuple(
+                a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+            )
+        )
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if number % 4 == 0 else [pytest.mark.matrix])
+        for number, case in enumerate(case for case in CASES if not str(case).startswith(NATIVE))
+    ],
+)
+def test_stages_agree_bit_by_bit_in_narrow_types(case: Case, dtype: torch.dtype) -> None:
+    """The same sums in the same order at every stage; masters in fp32."""
+
+    def run(stage: int) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"precision": Precision(param=dtype), "optimizer": adamw} | case.options
+        ranks = run_ranks(
+            2,
+            lambda mesh: train_sharded(
+                in_dtype(case, dtype), case.window, mesh, stage=stage, steps=case.steps, clip=1e-2, **options
+            ),
+        )
+        assert_all_equal(ranks[1], ranks[0])
+        return ranks[0]
+
+    start = {name: param.detach().float() for name, param in case.make().named_parameters()}
+    results = [run(stage) for stage in STAGES]
+    assert any(not torch.equal(results[0][name], start[name]) for name in start), "vacuous: no parameter moves"
+    for result in results[1:]:
+        assert_all_equal(result, results[0])
 
 
 # C14, C15: owning nothing

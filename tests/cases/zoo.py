@@ -348,6 +348,66 @@ def rank_unused_window(model: nn.Module, rank: int, step: int) -> None:
     model(data(3, 4, key=(rank, step)), rank == 1).square().mean().backward()
 
 
+# Modules of torch with ways of their own to reach their weights
+
+
+class Recurrent(nn.Module):
+    """LSTM and GRU keep a flat list of their weights; the second has two layers and both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, dtype=FP64)
+        self.gru = nn.GRU(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, dtype=FP64)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH, dtype=FP64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(x[None])
+        z, _ = self.gru(y.transpose(0, 1))
+        return x + self.cell(z[:, 0])[0]
+
+
+class Attention(nn.Module):
+    """Attention and a whole encoder layer, which take a fused path in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=FP64)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 7, dropout=0.0, batch_first=True, dtype=FP64)
+        self.norm = nn.GroupNorm(2, WIDTH, dtype=FP64)
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH, dtype=FP64)
+        self.bag = nn.EmbeddingBag(3, WIDTH, mode="sum", dtype=FP64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        y = self.layer(y)[0]
+        return self.norm(self.bilinear(x, y)) + self.bag(torch.tensor([[0, 2]]))
+
+
+def attention_window(model: nn.Module, rank: int, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        expected = model(data(3, 4, key=0))
+    with torch.inference_mode():
+        assert torch.allclose(model(data(3, 4, key=0)), expected, atol=1e-10)
+    model.train()
+    assert torch.allclose(model(data(3, 4, key=0)), expected, atol=1e-10)
+    net_window(model, rank, step)
+
+
+def make_weight_norm() -> nn.Module:
+    """Weights that are computed from two parameters whenever they are read."""
+    net = Net(WIDTH)
+    for block in net.blocks:
+        nn.utils.parametrizations.weight_norm(block.inner)
+        nn.utils.parametrize.register_parametrization(block.outer, "weight", Doubled())
+    return fill(net)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
 # Outputs and inputs
 
 
@@ -721,6 +781,11 @@ USES = [
     Case("used on one rank", lambda: fill(RankUnused()), rank_unused_window),
     Case("side loss", chain(SideLoss, SideLoss), side_window),
 ]
+MODULES = [
+    Case("recurrent", chain(Recurrent, Recurrent)),
+    Case("attention", chain(Attention, Attention), attention_window),
+    Case("weight norm", make_weight_norm),
+]
 OUTPUTS = [Case(f"output in {kind}", packing(kind)) for kind in CONTAINERS] + [
     Case("keyword only", chain(KeywordOnly, KeywordOnly, call=keyword_call)),
     Case("outputs changed in place", chain(Block, Block, Block, call=inplace_call)),
@@ -774,4 +839,4 @@ ORDERS = [
         unused_output_window,
     )
 ]
-CASES = [*SHAPES, *NAMES, *USES, *OUTPUTS, *CHECKPOINTS, *FROZEN, *ORDERS]
+CASES = [*SHAPES, *NAMES, *USES, *MODULES, *OUTPUTS, *CHECKPOINTS, *FROZEN, *ORDERS]
