@@ -123,7 +123,7 @@ def shard(
     agreement = Agreement(moving, device)
     agree_on_plan(agreement, members, settings)
     agree_on_values(moving, agreement, params, settings)
-    means = Means(mesh=moving, arena=arena(device), lanes=lanes(device), gathers=Journal(), reductions=Journal())
+    means = Means(mesh=moving, arena=arena(device), lanes=lanes(device), journal=Journal())
     runtime = Runtime(
         [Unit(index, unit.name, ()) for index, unit in enumerate(found)],
         means,
@@ -132,14 +132,14 @@ def shard(
     )
     managed = Managed(model, found, runtime, Settler(runtime, agreement), settings, moving)
     first = managed.reserve(len(members))
-    buckets = [make_bucket(runtime, member, first + number, moving) for number, member in enumerate(members)]
-    for unit in runtime.units:
-        unit.set_buckets(tuple(b for b, m in zip(buckets, members, strict=True) if m.plan.unit == unit.index))
-    originals = {id(p.param): p.param.data for p in params}
-    managed.bind(members, buckets)
-    for member, bucket in zip(members, buckets, strict=True):
+    for number, member in enumerate(members):  # one at a time: no more than one bucket is whole twice
+        originals = [p.param.data for p in member.params]
+        bucket = make_bucket(runtime, member, first + number, moving)
+        unit = runtime.units[member.plan.unit]
+        unit.set_buckets((*unit.buckets, bucket))
+        managed.bind([member], [bucket])
         bucket.params.adopt_full()
-        bucket.params.adopt_masters([originals[id(p.param)] for p in member.params])
+        bucket.params.adopt_masters(originals)
         bucket.reshard()
     managed.seal()
     managed.hooks.attach()

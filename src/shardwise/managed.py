@@ -319,7 +319,6 @@ def make_bucket(runtime: Runtime, member: Member, index: int, mesh: Mesh) -> Buc
         mesh={axis: mesh[axis] for axis in plan.placement.axes},
         arena=runtime.means.arena,
         lanes=runtime.means.lanes,
-        gathers=runtime.means.gathers,
-        reductions=runtime.means.reductions,
+        journal=runtime.means.journal,
     )
     return Bucket(site)

@@ -54,6 +54,9 @@ class UseHooks:
         reached = partial(self._output_reached, unit, use)
         for tensor in walk_tensors(output):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                # torch 2.13 crashes in register_hook on a view of which a part was edited in place, unless its grad_fn,
+                # which is made anew lazily, was read before.
+                assert tensor.grad_fn is not None or tensor.is_leaf
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:

@@ -116,7 +116,7 @@ class GradBuffers:
         self._zero_missing(local)
         grad_depth, optim_depth, all_depth = place.num_grad, place.num_optim, len(place.axes)
         fresh, merge = not self._partial, window is not self.resting
-        site.reductions.add(f"{'finalized' if final else 'reduced'} {site.label}")
+        site.journal.add(f"{'finalized' if final else 'reduced'} {site.label}")
 
         def job() -> Steps:
             if grad_depth:

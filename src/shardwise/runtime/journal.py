@@ -16,11 +16,7 @@ _PRIME = 0x100000001B3
 
 
 class Journal:
-    """One sequence of collectives of this rank, in order: the gathers, or the reductions.
-
-    The two are kept apart because only the order within each is the same on all ranks: a rank whose data did not use a
-    weight may reduce that weight's unit a little later.
-    """
+    """What this rank gathered and reduced, in order."""
 
     def __init__(self) -> None:
         self.digest = 0

@@ -117,7 +117,7 @@ class ParamBuffers:
         site, depth = self.site, self.site.placement.num_param
         self._wait_pending()  # a refresh of the shard
         full = self.full.fill()
-        site.gathers.add(f"gathered {site.label}")
+        site.journal.add(f"gathered {site.label}")
         self.state = ParamState.GATHERING
         site.lanes.on_compute(writes=[full])
 
@@ -165,7 +165,7 @@ class ParamBuffers:
             return
         base, depth = place.num_param, place.num_optim
         if depth > base:
-            site.gathers.add(f"refreshed {site.label}")
+            site.journal.add(f"refreshed {site.label}")
 
         def job() -> Steps:
             if self.separate_master:

@@ -19,7 +19,7 @@ from shardwise.runtime.journal import Journal
 __all__ = ["Agreement", "Record"]
 
 _BITS = 62  # flags per int64 word
-_HEADER = 4
+_HEADER = 3
 _TEXT_BYTES = 16_384
 _MASK = (1 << 63) - 1
 
@@ -29,8 +29,7 @@ class Record:
     """What one rank says before a step."""
 
     step: int
-    gathers: int  # digests
-    reductions: int
+    digest: int
     order: int
     norms: tuple[float, ...]
     arrived: tuple[bool, ...]
@@ -41,7 +40,7 @@ class Record:
             sum(1 << bit for bit, flag in enumerate(self.arrived[start : start + _BITS]) if flag)
             for start in range(0, len(self.arrived), _BITS)
         ]
-        head = torch.tensor([self.step, self.gathers, self.reductions, self.order, *words], dtype=torch.int64)
+        head = torch.tensor([self.step, self.digest, self.order, *words], dtype=torch.int64)
         return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
     def unpack(self, words: Sequence[int]) -> "Record":
@@ -51,9 +50,8 @@ class Record:
         norms = torch.tensor(words[_HEADER + num_words :], dtype=torch.int64).view(torch.float64)
         return Record(
             step=words[0],
-            gathers=words[1],
-            reductions=words[2],
-            order=words[3],
+            digest=words[1],
+            order=words[2],
             norms=tuple(norms.tolist()),
             arrived=tuple(bool(flags[i // _BITS] >> (i % _BITS) & 1) for i in range(len(self.arrived))),
         )
@@ -106,7 +104,7 @@ class Agreement:
         listed = "; ".join(f"rank {_ranks(ranks)}: {line}" for line, ranks in _by_event(said).items())
         raise RankMismatchError(f"ranks disagree on {what}, nothing was changed. First difference: {listed}")
 
-    def check_records(self, records: Sequence[Record], gathers: Journal, reductions: Journal) -> None:
+    def check_records(self, records: Sequence[Record], journal: Journal) -> None:
         """Raise on every rank if the ranks did unlike things since the start.
 
         Raises:
@@ -116,13 +114,9 @@ class Agreement:
         if len(set(steps)) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
             raise RankMismatchError(f"ranks are at different steps ({at}); no rank was updated")
-        for journal, digests in (
-            (gathers, {record.gathers for record in records}),
-            (reductions, {record.reductions for record in records}),
-        ):
-            if len(digests) > 1:
-                answers = self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events")
-                raise RankMismatchError(f"step {steps[0]}: {_first_difference([_history(a) for a in answers])}")
+        if len({record.digest for record in records}) > 1:
+            answers = self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events")
+            raise RankMismatchError(f"step {steps[0]}: {_first_difference([_history(a) for a in answers])}")
 
     def _next(self) -> int:
         self._sequence += 1

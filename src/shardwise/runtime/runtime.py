@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import inf
 
 from torch import Tensor
@@ -37,13 +38,12 @@ class Window(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What a runtime works with: the network, the memory, the lanes, and the journals of its lanes."""
+    """What a runtime works with: the network, the memory, the lanes, and the journal of its collectives."""
 
     mesh: Mesh
     arena: Arena
     lanes: Lanes
-    gathers: Journal
-    reductions: Journal
+    journal: Journal
 
 
 @dataclass
@@ -135,12 +135,12 @@ class Runtime:
         self._prefetch(unit, backward=True)
         backward = self._running()
         backward.horizon = min(backward.horizon, self._last_end(unit))
-        self._reduce_through(0)
+        self._reduce_passed()
 
     def use_done(self, unit: Unit, use: Use) -> None:
         """The input gradients of one use of a unit arrived."""
         unit.uses.discard(use)
-        self._advance(unit)
+        self._free_if_over(unit)
 
     def recompute_begins(self, unit: Unit) -> None:
         """A reentrant checkpoint computes a unit again: its gradients will come once more."""
@@ -155,12 +155,14 @@ class Runtime:
             self.grads_version += 1
             self._running().reduces = True
         unit.delivered.add((number, slot))
-        self._advance(unit)
+        self._free_if_over(unit)
 
     def end_backward(self) -> None:
         """A backward ended: reduce what is left, wait for all reductions, free everything."""
         if self._running().reduces:
-            self._reduce_through(len(self.units))
+            backward = self._running()
+            backward.horizon = -inf
+            self._reduce_passed()
             for unit in self.units:  # gradients that came after their unit's reduction
                 if any(bucket.trainable_grads.has_written for bucket in unit.trainable_buckets()):
                     self._reduce(unit)
@@ -229,26 +231,32 @@ class Runtime:
         for index in self.schedule.ahead(unit.index, backward=backward):
             self.units[index].unshard()
 
-    def _advance(self, unit: Unit) -> None:
-        """Free a unit whose backward is over; reduce every unit whose turn has come."""
+    def _free_if_over(self, unit: Unit) -> None:
         if unit.backward_is_over:
             unit.reshard()
-            self._reduce_through(0)
 
-    def _reduce_through(self, least: int) -> None:
-        """Reduce units in the agreed order: the first ``least`` in any case, then those whose backward is over."""
+    def _reduce_passed(self) -> None:
+        """Reduce, in the agreed order, the units that the running backward has passed.
+
+        [Note: shared points] Reductions are issued here and at the end of a backward only, never when a gradient
+        arrives: which gradients arrive may depend on a rank's data, and collectives must interleave alike on all ranks.
+        """
         order, backward = self.schedule.reduction_order, self._running()
         while backward.reduces and backward.next_reduction < len(order):
             unit = self.units[order[backward.next_reduction]]
-            over = not unit.trainable or unit.backward_is_over or self._first_begin(unit) > backward.horizon
-            if not over and backward.next_reduction >= least:
+            if unit.trainable and self._first_begin(unit) <= backward.horizon:
                 return
             backward.next_reduction += 1
             self._reduce(unit)
 
+    @cached_property
+    def _gathers_hop(self) -> bool:
+        """Whether a gather has a second transfer that starts only when this rank waits for the first."""
+        return any(bucket.site.placement.num_param > 1 for unit in self.units for bucket in unit.buckets)
+
     def _first_begin(self, unit: Unit) -> float:
-        """Position in the last forward at which a unit began first; -1 if it was not used."""
-        return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), -1)
+        """Position in the last forward at which a unit began first; 0 if it was not used."""
+        return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), 0)
 
     def _last_end(self, unit: Unit) -> float:
         """Position in the last forward at which a unit ended last; inf if it was not used."""
@@ -274,7 +282,7 @@ class Runtime:
 
     def _drain(self, most: int = 0) -> None:
         """Wait for the oldest reductions until at most ``most`` are in flight."""
-        if len(self._reducing) > max(most, 0):
+        if len(self._reducing) > max(most, 0) and self._gathers_hop:
             self.means.lanes.gather.flush()  # peers may need this rank's second hop before they come to the reduction
         while len(self._reducing) > max(most, 0):
             self._reducing.popleft().wait()

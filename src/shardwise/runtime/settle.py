@@ -60,15 +60,14 @@ class Settler:
         flags = [slot.index in b.trainable_grads.arrived for b in buckets for slot in b.site.layout.slots]
         own = Record(
             step=runtime.num_steps,
-            gathers=runtime.means.gathers.digest,
-            reductions=runtime.means.reductions.digest,
+            digest=runtime.means.journal.digest,
             order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
             norms=(),
             arrived=tuple(flags),
         )
         rows = self._exchange(own.pack(self._norms(2.0))).tolist()
         records = [own.unpack(row) for row in rows]
-        self.agreement.check_records(records, runtime.means.gathers, runtime.means.reductions)
+        self.agreement.check_records(records, runtime.means.journal)
         if len({record.order for record in records}) == 1 and runtime.last_trace != runtime.schedule.trace:
             runtime.schedule = runtime.schedule.agreed(runtime.last_trace)
         norm = combine_norms([combine_norms(record.norms) for record in records])

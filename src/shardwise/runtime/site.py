@@ -39,8 +39,7 @@ class Site:
     mesh: Mapping[str, Comm]
     arena: Arena
     lanes: Lanes
-    gathers: Journal
-    reductions: Journal
+    journal: Journal
     _sequence: dict[tuple[Verb, int], int] = field(default_factory=dict)
 
     def bounds(self, depth: int) -> tuple[int, int]:

@@ -207,7 +207,7 @@ class BoxModule(nn.Module):
             h.mul_(0.5)
             h[:, :2].add_(0.125)
         if self.kind == "aux":
-            self.aux = (h * h).mean() * 0.25
+            self.aux = torch.log1p(h.square().mean()) * 0.25
         return _RETURNS.get(self.kind, _same)(h)
 
     def body(self, h: Tensor) -> Tensor:
