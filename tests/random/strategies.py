@@ -74,7 +74,7 @@ def setups(draw: st.DrawFn) -> s.Setup:
         keep_last_unit=draw(st.booleans()),
         force_collectives=draw(st.booleans()),
         align=draw(st.sampled_from([64, 8, 1])),
-        wide_masters=False,
+        wide_masters=draw(st.booleans()),
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
         optimizer_first=draw(st.booleans()),
         policy=draw(st.sampled_from(["late", "seeded", "posted", "now", "host"])),
