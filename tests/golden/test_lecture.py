@@ -162,8 +162,8 @@ def test_elements_sent_are_those_of_the_lecture(stage: int, keep_last_unit: bool
     for account in accounts(stage, keep_last_unit=keep_last_unit):
         assert sent_without_record(account) == elements
         assert set(account.sent) == verbs[stage] | {Verb.RECORD}
-        # 3 peers x (4 words + 1 of flags for 28 parameters + 14 norms)
-        assert account.sent[Verb.RECORD] == 3 * 19
+        # 3 peers x (3 words + 1 of flags for 28 parameters + 14 norms)
+        assert account.sent[Verb.RECORD] == 3 * 18
 
 
 @pytest.mark.parametrize(
