@@ -497,7 +497,7 @@ def test_verbs_of_a_bucket_wait_for_each_other(stage: int) -> None:
     run2(body)
 
 
-@all_stages
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 all ranks must gather the same units
 def test_ranks_that_use_unlike_units_still_reduce_in_one_order(stage: int) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -511,8 +511,7 @@ def test_ranks_that_use_unlike_units_still_reduce_in_one_order(stage: int) -> No
 
     def body(mesh: Mesh) -> Any:
         rank = mesh["data"].rank
-        sharding = Sharding() if stage == 0 else shardwise.stage_sharding(min(stage, 2))
-        model = shardwise.shard(Net(), mesh, sharding=sharding)
+        model = shardwise.shard(Net(), mesh, stage=stage)
         optimizer = sgd(model)
         for step in range(3):
             (model(rows(rank, step), (rank + step) % 3) - 1).pow(2).mean().backward()
@@ -527,8 +526,66 @@ def test_ranks_that_use_unlike_units_still_reduce_in_one_order(stage: int) -> No
             ((plain(rows(rank, step), (rank + step) % 3) - 1).pow(2).mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in run2(body):
+    for found in run2(body, match="order"):
         assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@all_stages
+def test_weight_that_only_one_rank_uses_leaves_all_ranks_in_step(stage: int) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = make_model(layers=2)
+
+        def forward(self, x: Tensor, use_all: bool) -> Tensor:
+            out = torch.tanh(self.always(x))
+            return out + self.sometimes(x) if use_all else out
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Odd() for _ in range(3))
+
+        def forward(self, x: Tensor, use_all: bool) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x, use_all))
+            return x
+
+    def train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
+        for step in range(3):
+            for rank in ranks:
+                (model(rows(rank, step), (rank + step) % 2 == 0).pow(2).mean() / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = Net()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(2))
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(Net(), mesh, stage=stage, units=Odd)
+        train(model, sgd(model), [mesh["data"].rank])
+        return shardwise.full_parameters(model)
+
+    for found in run2(body, match="order"):  # paired as NCCL pairs: by position, whatever the calls are for
+        assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@all_stages
+def test_step_inside_unsharded_shows_the_new_parameters(stage: int) -> None:
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        optimizer = sgd(model)
+        loss_of(model, rows(mesh["data"].rank)).backward()
+        with shardwise.unsharded(model):
+            optimizer.step()
+            inside = loss_of(model, rows(7)).detach()
+        return {**shardwise.full_parameters(model), "loss": inside}
+
+    plain = make_model()
+    plain.load_state_dict(plain_sgd())
+    wanted = {**plain_sgd(), "loss": loss_of(plain, rows(7)).detach()}
+    for found in run2(body):
+        assert_close(found, wanted)
 
 
 # Ranks agree or fail together
