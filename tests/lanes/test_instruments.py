@@ -76,6 +76,21 @@ def test_posts_are_made_in_order_when_an_earlier_job_was_late() -> None:
     assert log == ["post a", "post b"]
 
 
+def test_flush_ends_posted_jobs_and_orders_nothing() -> None:
+    log: list[str] = []
+    lanes, probe = lanes_of("posted")
+    tensor = torch.zeros(3)
+    handle = lanes.gather.run(transfer_job(log, "a", tensor), writes=[tensor])
+    probe.policy = "late"
+    lanes.gather.run(transfer_job(log, "b"))
+    lanes.gather.flush()
+    assert log == ["post a", "end a"]
+    with pytest.raises(AssertionError, match="unordered"):
+        lanes.on_compute(reads=[tensor])
+    handle.wait()
+    lanes.on_compute(reads=[tensor])
+
+
 def test_seeded_choices_repeat_and_are_of_all_kinds() -> None:
     def choices(seed: int) -> list[str]:
         probe = Instruments("seeded", seed=seed)
