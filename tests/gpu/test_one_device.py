@@ -226,6 +226,9 @@ class DelayedLane:
 
         return self.lane.run(slow, reads=reads, writes=writes, updates=updates)
 
+    def flush(self) -> None:
+        self.lane.flush()
+
 
 def delayed_lanes(name: str) -> Callable[[torch.device], Lanes]:
     def make(device: torch.device) -> Lanes:
