@@ -4,7 +4,9 @@ The objects stay the user's: only their ``.data`` becomes a view of the flat buf
 the original one and a guarded one (``guard.py``).
 """
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from shardwise.runtime.unit import Unit
 
 __all__ = ["Binding"]
 
-GradReady = Callable[[Unit, int, int, nn.Parameter], None]
+GradReady = Callable[[Unit, int, int, Any], None]
 
 
 class Binding(GuardAccess):
@@ -85,8 +87,14 @@ class Binding(GuardAccess):
         self.unit.after_edit.append(self.note_versions)
 
     def _hook(self, param: nn.Parameter, slot: int, grad_ready: GradReady) -> None:
+        # [Note: no cycle through torch] torch keeps this hook where Python's collector does not look, so a strong
+        # reference from it to the model would keep every model for ever.
+        own, ready = weakref.ref(self), weakref.WeakMethod(grad_ready)
+
         def hook(param: Tensor) -> None:
-            grad_ready(self.unit, self.number, slot, param)  # type: ignore[arg-type]
+            binding, call = own(), ready()
+            if binding is not None and call is not None:  # else the model is gone, and its optimizer with it
+                call(binding.unit, binding.number, slot, param)
 
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

@@ -62,7 +62,8 @@ class SavedWeights:
 
     def pack(self, tensor: Tensor) -> Any:
         """Replace a view of a managed weight by a handle, keep other tensors with their version."""
-        return self.handle(tensor) or (tensor, tensor._version)
+        # An operation's own output would keep its node, and the node what is returned here: a cycle nobody collects.
+        return self.handle(tensor) or (tensor.detach(), tensor._version)
 
     def unpack(self, kept: Any) -> Tensor:
         """Return the tensor that ``pack`` was given.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -38,15 +37,14 @@ class UseHooks:
         tensors = [t for t in walk_tensors(inputs) if t.requires_grad and not isinstance(t, nn.Parameter)]
         if not tensors:
             return None
-        # Autograd cannot tell in advance whether autograd.grad reaches a leaf, so leaves are counted one by one.
-        inner, leaves = [t for t in tensors if not t.is_leaf], [t for t in tensors if t.is_leaf]
-        use = Use(num_parts=len(leaves) + bool(inner))
+        # One hook per input: register_multi_grad_hook keeps the graph's nodes in a cycle that nobody collects. An input
+        # that a backward does not reach keeps the use open to the end of that backward.
+        use = Use(num_parts=len(tensors))
         unit.uses.add(use)
-        arrived = partial(self._input_arrived, unit, use)
-        if inner:
-            torch.autograd.graph.register_multi_grad_hook(inner, arrived, mode="all")
-        for leaf in leaves:
-            self._leaf_hooks.append(leaf.register_hook(arrived))  # type: ignore[no-untyped-call]
+        for tensor in tensors:
+            handle = tensor.register_hook(partial(self._input_arrived, unit, use))  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:
+                self._leaf_hooks.append(handle)
         return use
 
     def hook_outputs(self, unit: Unit, use: Use | None, output: Any) -> None:

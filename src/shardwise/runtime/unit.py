@@ -11,7 +11,7 @@ class Use:
     """One forward call of a unit whose inputs need gradients; open until they have all arrived.
 
     Attributes:
-        num_open: groups of inputs that still wait.
+        num_open: inputs that still wait.
         reached: whether a backward came to its outputs.
     """
 
