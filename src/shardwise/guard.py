@@ -290,8 +290,8 @@ def _check(param: ShardedParameter, name: str, kind: str, *, written: bool) -> N
     if not access.readable():
         raise StateError(
             f"{access.name(param)} is sharded: {name}() needs the whole parameter outside a forward. Use it inside "
-            "`with shardwise.unsharded(module):`, call the module itself, or take shardwise.full_parameters(model), "
-            "shardwise.full_state_dict(model)"
+            "`with shardwise.unsharded(module):`, call the module of its unit (the root, or one named in "
+            "shard(units=...)), or take shardwise.full_parameters(model), shardwise.full_state_dict(model)"
         )
     if name == "data" and kind and access.has_separate_master():
         raise StateError(

@@ -20,8 +20,8 @@ from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit, Use
-from shardwise.saved import SavedWeights, is_nonreentrant_recompute
-from shardwise.uses import UseHooks
+from shardwise.saved import SavedWeights, is_nonreentrant_recompute, storage_address
+from shardwise.uses import UseHooks, walk_tensors
 
 __all__ = ["ModelHooks", "backward_is_running"]
 
@@ -149,7 +149,7 @@ class ModelHooks:
         trainable = (p for b in self.all_bindings() if b.bucket.grads is not None for p in b.params if p.requires_grad)
         try:
             return any(torch._C._will_engine_execute_node(_accumulator(param)) for param in trainable)
-        except RuntimeError:  # how autograd says that it runs autograd.grad
+        except (RuntimeError, AttributeError):  # how autograd says that it runs autograd.grad, or torch.func
             return False
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,22 +161,41 @@ class ModelHooks:
             if recomputes:
                 self.runtime.recompute_begins(unit)
         elif not self._calls:
+            for binding in self.all_bindings():
+                binding.set_guard(on=True)  # a pre-hook that failed left it off
             self.runtime.begin_root(records=torch.is_grad_enabled())
             self._check_tree()
         grad_enabled = torch.is_grad_enabled()
         if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
             unit.recomputes += 1
         bindings = self.bindings[unit.index]
-        self.runtime.before_forward(unit)
-        saved = self._saved.context() if grad_enabled and self._by_storage else None
+        with torch._C._DisableFuncTorch():
+            self.runtime.before_forward(unit)
+        try:
+            saved = self._enter_saved_hooks(unit) if grad_enabled else None
+        except BaseException:
+            self.runtime.after_forward(unit)
+            raise
         for binding in bindings:
             binding.set_guard(on=False)
         versions = sum(binding.versions() for binding in bindings)
         counts = grad_enabled and (recomputes or not in_backward)
         use = self._uses.begin(unit, [*args, *kwargs.values()]) if counts else None
         self._calls.append(_Call(unit=unit, saved=saved, grad_enabled=grad_enabled, use=use, versions=versions))
+
+    def _enter_saved_hooks(self, unit: Unit) -> AbstractContextManager[Any] | None:
+        """Turn weights saved for backward into handles from here on, unless the unit stays gathered anyway."""
+        saved = self._saved.context() if self._by_storage and not unit.pins else None
         if saved is not None:
-            saved.__enter__()
+            try:
+                saved.__enter__()
+            except RuntimeError as error:
+                raise StateError(
+                    f"unit {unit.name or 'root'}: saved-tensor hooks are switched off here (by a torch.func transform "
+                    "or disable_saved_tensors_hooks), but weights that are freed need them. Run this inside `with "
+                    "shardwise.unsharded(model):`"
+                ) from error
+        return saved
 
     def _after_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -184,8 +203,15 @@ class ModelHooks:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # the forward failed before its pre-hook was through
         call = self._calls.pop()
-        if call.saved is not None:
-            call.saved.__exit__(None, None, None)
+        try:
+            if call.saved is not None:
+                call.saved.__exit__(None, None, None)
+        finally:
+            self._end_call(call, output)
+
+    def _end_call(self, call: _Call, output: Any) -> None:
+        unit = call.unit
+        escapes = self._hold_escaping_weights(output)
         edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
         if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
             torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
@@ -202,6 +228,22 @@ class ModelHooks:
                 f"unit {unit.name or 'root'}: a parameter was changed in place during its forward, which a "
                 "sharded model would lose; change it inside `with shardwise.unsharded(model):`"
             )
+        if escapes and not self._calls and not backward_is_running():
+            raise StateError(
+                f"unit {unit.name or 'root'}: its output is a view of a weight, whose memory is freed now; return a "
+                "copy (.clone()), or call the model inside `with shardwise.unsharded(model):`"
+            )
+
+    def _hold_escaping_weights(self, output: Any) -> bool:
+        """Keep units of which a view leaves a forward until the root's forward ends; return whether there are any."""
+        escapes = False
+        if self._by_storage:
+            for tensor in walk_tensors(output):
+                bucket = None if isinstance(tensor, nn.Parameter) else self._by_storage.get(storage_address(tensor))
+                for unit in self.runtime.units:
+                    if bucket is not None and bucket in unit.buckets and not unit.pins:
+                        unit.held = escapes = True
+        return escapes
 
     def _grad_ready(self, unit: Unit, number: int, slot: int, param: nn.Parameter) -> None:
         self._backward_event(unit)

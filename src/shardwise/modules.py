@@ -80,6 +80,10 @@ def check_params(params: Sequence[NamedParam]) -> torch.device:
             raise ConfigError(f"parameter {p.name} has layout {p.param.layout}: only strided parameters can be sharded")
         if type(p.param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise ConfigError(f"parameter {p.name} is a {type(p.param).__name__}: tensor subclasses cannot be sharded")
+        if p.param.is_inference():
+            raise ConfigError(
+                f"parameter {p.name} is an inference tensor, which cannot train: build the model outside inference_mode"
+            )
         if p.param.grad is not None:
             raise ConfigError(f"parameter {p.name} has a gradient already: call model.zero_grad() before shard()")
         if getattr(p.param, "_post_accumulate_grad_hooks", None):

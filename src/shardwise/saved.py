@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket
 
-__all__ = ["SavedWeights", "is_nonreentrant_recompute"]
+__all__ = ["SavedWeights", "is_nonreentrant_recompute", "storage_address"]
 
 _CAST_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -84,7 +84,7 @@ class SavedWeights:
 
     def handle(self, tensor: Tensor) -> _Handle | None:
         """Return a handle if the tensor is a view of a managed weight, or autocast's copy of one."""
-        bucket = self._by_storage.get(tensor.untyped_storage()._cdata)
+        bucket = self._by_storage.get(storage_address(tensor))
         if bucket is not None and tensor.dtype == bucket.site.dtypes.param:
             return _Handle(
                 bucket, bucket.params.version, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), None
@@ -150,6 +150,14 @@ class _ComposedUnpack:
 
     def __call__(self, kept: Any) -> Tensor:
         return self._weights.restore(kept) if isinstance(kept, _Handle) else self._outer(kept[0])
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage object; 0 if it has none (sparse tensors, transforms)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def is_nonreentrant_recompute() -> bool:

@@ -92,6 +92,7 @@ class Runtime:
             self.reset()
         for unit in self.units:
             unit.active = 0  # a pre-hook that failed left its mark
+            unit.held = False
         self._trace = [] if records else None
 
     def end_root(self, *, keeps: bool) -> None:
@@ -100,6 +101,7 @@ class Runtime:
             self.last_trace, self._trace = tuple(self._trace), None
         kept = self.schedule.kept if keeps else frozenset()
         for unit in self.units:
+            unit.held = False
             if unit.index not in kept:
                 unit.reshard()
 

@@ -35,6 +35,7 @@ class Unit:
         recomputes: forward calls without grad mode inside a forward with it: reentrant checkpoints that will
             recompute and bring gradients once more.
         pins: callers that need the full parameters whatever the schedule says.
+        held: whether a view of a weight left a forward: the unit stays until the root's forward ends.
         after_edit: called when edits of the full parameters were taken over.
         delivered: trainable slots, as (bucket number in the unit, slot), with a gradient in the running backward.
         awaited: the slots that a complete backward delivers.
@@ -48,6 +49,7 @@ class Unit:
         self.uses: set[Use] = set()
         self.recomputes = 0
         self.pins = 0
+        self.held = False
         self.after_edit: list[Callable[[], None]] = []
         self.delivered: set[tuple[int, int]] = set()
         self.awaited: frozenset[tuple[int, int]] = frozenset()
@@ -91,7 +93,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free every bucket's full parameters unless somebody needs them."""
-        if not self.active and not self.pins:
+        if not self.active and not self.pins and not self.held:
             for bucket in self.buckets:
                 bucket.reshard()
 
