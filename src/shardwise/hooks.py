@@ -221,6 +221,8 @@ class ModelHooks:
         if unit.active == 0:
             for binding in self.bindings[unit.index]:
                 binding.set_guard(on=True)
+        if not self._calls:
+            self._uses.end_root()
         if not self._calls and not backward_is_running():
             self.runtime.end_root(keeps=call.grad_enabled)
         if edited and not unit.pins:

@@ -6,6 +6,7 @@ outputs say that a backward reached the use, and start its gather early. See des
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ class UseHooks:
         self._runtime = runtime
         self._on_event = on_event
         self._leaf_hooks: list[RemovableHandle] = []
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], list[tuple[Unit, Use | None]]]] = {}  # by id of the tensor
 
     def begin(self, unit: Unit, inputs: Sequence[Any]) -> Use | None:
         """Open a use of a unit if its inputs need gradients."""
@@ -48,14 +50,28 @@ class UseHooks:
         return use
 
     def hook_outputs(self, unit: Unit, use: Use | None, output: Any) -> None:
-        """Notice when a backward reaches the outputs of a use."""
-        reached = partial(self._output_reached, unit, use)
+        """Notice when a backward reaches the outputs of a use.
+
+        A unit that returns its child's output as it is shares the child's hook and comes first in it: so it is reached
+        first on every rank, also where another rank's data made it return another tensor.
+        """
         for tensor in walk_tensors(output):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                # torch 2.13 crashes in register_hook on a view of which a part was edited in place, unless its grad_fn,
-                # which is made anew lazily, was read before.
-                assert tensor.grad_fn is not None or tensor.is_leaf
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                continue
+            known, uses = self._outputs.get(id(tensor), (None, []))
+            if known is not None and known() is tensor:
+                uses.insert(0, (unit, use))
+                continue
+            uses = [(unit, use)]
+            self._outputs[id(tensor)] = weakref.ref(tensor), uses
+            # torch 2.13 crashes in register_hook on a view of which a part was edited in place, unless its grad_fn,
+            # which is made anew lazily, was read before.
+            assert tensor.grad_fn is not None or tensor.is_leaf
+            tensor.register_hook(partial(self._outputs_reached, uses))  # type: ignore[no-untyped-call]
+
+    def end_root(self) -> None:
+        """A root forward ended: no further unit can return the tensors seen."""
+        self._outputs.clear()
 
     def end_backward(self) -> None:
         """Take the hooks off the user's leaves, which may live longer than the graph."""
@@ -63,12 +79,13 @@ class UseHooks:
             hook.remove()
         self._leaf_hooks.clear()
 
-    def _output_reached(self, unit: Unit, use: Use | None, grad: Tensor) -> None:
-        self._on_event(unit)
-        if use is not None:
-            use.reach()
-            unit.uses.add(use)
-        self._runtime.before_backward(unit)
+    def _outputs_reached(self, uses: list[tuple[Unit, Use | None]], grad: Tensor) -> None:
+        for unit, use in uses:
+            self._on_event(unit)
+            if use is not None:
+                use.reach()
+                unit.uses.add(use)
+            self._runtime.before_backward(unit)
 
     def _input_arrived(self, unit: Unit, use: Use, grads: Any) -> None:
         self._on_event(unit)

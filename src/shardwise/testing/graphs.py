@@ -177,6 +177,9 @@ class BoxModule(nn.Module):
             self.inner = nn.Sequential(*inner) if kind == "sequential" else nn.ModuleList(inner)
         if kind == "backward_hook":
             self.register_full_backward_hook(_see)
+        if kind == "forward_hooks":
+            self.register_forward_pre_hook(_shift_input)
+            self.register_forward_hook(_scale_output)
 
     def parts(self) -> list[nn.Module]:
         """Return what is inside, repeated modules repeated."""
@@ -331,6 +334,14 @@ def _see(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
     """Be a backward hook, which makes torch wrap inputs and outputs."""
 
 
+def _shift_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] + 0.125,)
+
+
+def _scale_output(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+    return out * 0.75
+
+
 @dataclass
 class _Record:
     h: Tensor
@@ -377,6 +388,7 @@ BOX_KINDS = (
     "aux",
     "kwonly",
     "backward_hook",
+    "forward_hooks",
     *_RETURNS,
 )
 
@@ -394,6 +406,26 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (h,) = ctx.saved_tensors
         return grad @ ctx.weight.t(), h.t() @ grad
+
+
+class _Table(nn.Module):
+    """Returns a view of its weight, as many rows as asked for; without a number, the weight itself."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(rows, WIDTH))
+
+    def forward(self, num_rows: int | None = None) -> Tensor:
+        return self.rows if num_rows is None else self.rows[:num_rows]
+
+
+def _inner_grad(m: Any, h: Tensor) -> Tensor:
+    """Add a force: a gradient taken inside the forward, and treated as a constant."""
+    with torch.enable_grad():
+        place = h.detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(place @ m.weight).sum(), place)
+    out: Tensor = h @ m.weight + force
+    return out
 
 
 def _new(*shape: int) -> Tensor:
@@ -446,6 +478,10 @@ _LEAVES: Mapping[str, tuple[_Make, Callable[[Any, Tensor], Tensor]]] = {
     "masked": (_matrix, lambda m, h: torch.where(h > 0, h @ m.weight, h)),
     "grad_hook": (_matrix, lambda m, h: h @ m.weight),
     "function": (_matrix, _product),
+    "embedding": (lambda: {"table": nn.Embedding(WIDTH + 1, WIDTH)}, lambda m, h: h + m.table((h > 0).sum(1))),
+    "table": (lambda: {"table": _Table(8)}, lambda m, h: h + m.table(len(h))),
+    "giver": (lambda: {"table": _Table(WIDTH)}, lambda m, h: F.linear(h, m.table())),
+    "inner_grad": (_matrix, _inner_grad),
     "weight_norm": (
         lambda: {"normed": weight_norm(nn.Linear(WIDTH, WIDTH))},
         lambda m, h: m.normed(h),
