@@ -446,6 +446,26 @@ def test_unit_kept_for_a_backward_is_not_stale_after_a_step(stage: int) -> None:
         torch.testing.assert_close(out, plain(rows(9)).detach())
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_step_frees_units_that_it_does_not_update(skips: bool) -> None:
+    def body(mesh: Mesh) -> None:
+        model = make_model()
+        model[2].requires_grad_(False)
+        shardwise.shard(model, mesh, stage=3)
+        optimizer = sgd(model, on_nonfinite="skip")
+        for step in range(2):
+            x = rows(mesh["data"].rank, step)
+            loss_of(model, x * math.inf if skips and step else x).backward()
+            loss_of(model, rows(9))  # without a backward: the last unit stays gathered
+            assert ledger(model).now[Kind.GATHERED] == (512 if step else 0)
+            optimizer.step()
+            assert optimizer.step_was_applied != (skips and step == 1)
+            assert ledger(model).now[Kind.GATHERED] == 0
+            optimizer.zero_grad()
+
+    run2(body)
+
+
 @all_stages
 def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> None:
     class Net(nn.Module):
@@ -461,6 +481,7 @@ def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> No
         model = shardwise.shard(Net(), mesh, stage=stage, lanes=probe.lanes, arena=probe.arena)
         for step in range(2):
             loss_of(model, rows(mesh["data"].rank, step)).backward()
+            assert ledger(model).now[Kind.STAGING] == 0  # nothing is left for the step to reduce
         return shardwise.full_gradients(model)
 
     plain = Net()
@@ -568,6 +589,101 @@ def test_weight_that_only_one_rank_uses_leaves_all_ranks_in_step(stage: int) -> 
 
     for found in run2(body, match="order"):  # paired as NCCL pairs: by position, whatever the calls are for
         assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@all_stages
+def test_edit_before_a_forward_inside_unsharded_is_kept(stage: int) -> None:
+    def body(mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        with shardwise.unsharded(model), torch.no_grad():
+            model[0].weight.mul_(2)
+            out = model(rows(7))
+        return out, shardwise.full_parameters(model)
+
+    plain = make_model()
+    with torch.no_grad():
+        plain[0].weight.mul_(2)
+    for out, found in run2(body):
+        torch.testing.assert_close(out, plain(rows(7)).detach())
+        assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@all_stages
+def test_gradient_of_an_input_alone_reduces_nothing(stage: int) -> None:
+    def body(mesh: Mesh) -> list[str]:
+        recorded, log = record(mesh)
+        model = shardwise.shard(make_model(), recorded, stage=stage)
+        x = rows(mesh["data"].rank).requires_grad_()
+        (grad,) = torch.autograd.grad(loss_of(model, x), x)
+        plain_x = rows(mesh["data"].rank).requires_grad_()
+        (wanted,) = torch.autograd.grad(loss_of(make_model(), plain_x), plain_x)
+        torch.testing.assert_close(grad, wanted)
+        return sent(log)
+
+    events = run2(body)[0]
+    assert not [event for event in events if not event.startswith("gather")]
+    assert len(events) == (6 if stage == 3 else 0)
+
+
+def test_unit_of_several_layers_is_gathered_once_per_backward() -> None:
+    def body(mesh: Mesh) -> list[list[str]]:
+        recorded, log = record(mesh)
+        model = shardwise.shard(make_model(layers=4), recorded, stage=3, units=[], keep_last_unit=False)
+        steps = []
+        for step in range(3):
+            log.clear()
+            loss_of(model, rows(mesh["data"].rank, step)).backward()
+            steps.append(sent(log))
+            model.zero_grad()
+        return steps
+
+    assert run2(body)[0] == [["gather root", "gather root", "reduce root"]] * 3
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_units_that_a_reentrant_checkpoint_recomputes_are_freed_in_time(uses: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(make_model(layers=3) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                for _ in range(uses):
+                    x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    def body(mesh: Mesh) -> Any:
+        probe = Instruments("late")
+        recorded, log = record(mesh)
+        model = shardwise.shard(
+            Net(),
+            recorded,
+            stage=3,
+            units=nn.Sequential,
+            keep_last_unit=False,
+            prefetch=0,
+            lanes=probe.lanes,
+            arena=probe.arena,
+        )
+        peaks = []
+        for step in range(2):
+            log.clear()
+            loss = loss_of(model, rows(mesh["data"].rank, step).requires_grad_())
+            ledger(model).reset_peak()
+            loss.backward()
+            peaks.append(ledger(model).peak[Kind.GATHERED])
+        return peaks, sent(log), shardwise.full_gradients(model)
+
+    plain = Net()
+    for step in range(2):
+        for rank in range(2):
+            (loss_of(plain, rows(rank, step).requires_grad_()) / 2).backward()
+    for peaks, events, grads in run2(body):
+        assert max(peaks) <= 2 * 3 * 512
+        assert events.count("gather blocks.2") == uses + 1
+        assert events.count("reduce blocks.2") == 1
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
 @all_stages
@@ -953,6 +1069,11 @@ def test_pending_gradients_do_not_read_as_none(stage: int) -> None:
         assert model[0].weight.grad is None
         assert ledger(model).now[Kind.STAGING] == 0
         assert not any(bool(grad.any()) for grad in shardwise.full_gradients(model).values())
+        optimizer = sgd(model)
+        loss_of(model, rows(0)).backward()
+        assert model[0].weight.grad is not None
+        optimizer.zero_grad()
+        assert model[0].weight.grad is None
 
     run2(body)
 
