@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: $(STAMP)  ## train a small language model at stages 0 to 3 on two local ranks and print one table
 	$(BIN)/shardwise demo
 
-test: $(STAMP)  ## run the tests, without the large matrix
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the tests, without the large matrix, in two processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 NOT_CORE := */cli/*,*/testing/*,*/models/*,*/data.py
 

@@ -37,15 +37,25 @@ def missing_need(item: pytest.Item) -> str | None:
 
 
 class NotRun:
-    """Counts the tests that were left out, by reason."""
+    """Counts the tests that were left out, by reason; where workers run the tests, each tells what it left out."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
+        self.deselected: Counter[str] = Counter()
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
             large = item.get_closest_marker("matrix") is not None
-            self.reasons["large matrix (make test-all)" if large else "deselected by the command line"] += 1
+            self.deselected["large matrix (make test-all)" if large else "deselected by the command line"] += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["deselected"] = dict(self.deselected)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        self.deselected |= Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._count(report)
@@ -60,9 +70,10 @@ class NotRun:
         self.reasons[reason.removeprefix("Skipped: ")] += 1
 
     def lines(self) -> Iterator[str]:
-        for reason, count in sorted(self.reasons.items()):
+        reasons = self.reasons + self.deselected
+        for reason, count in sorted(reasons.items()):
             yield f"not run: {count:5d}  {reason}"
-        yield f"tests that did not run: {self.reasons.total()}"
+        yield f"tests that did not run: {reasons.total()}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

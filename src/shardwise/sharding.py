@@ -34,6 +34,10 @@ class Sharding:
         for field, axes in (("param", param), ("grad", grad), ("optim", optim)):
             object.__setattr__(self, field, frozenset([axes] if isinstance(axes, str) else axes))
 
+    def __repr__(self) -> str:
+        """Name the axes in an order that does not depend on the process."""
+        return f"Sharding(param={sorted(self.param)}, grad={sorted(self.grad)}, optim={sorted(self.optim)})"
+
 
 def stage_sharding(stage: int) -> Sharding:
     """Return the sharding that the literature calls ZeRO stage 0, 1, 2 or 3.

@@ -44,7 +44,7 @@ class UseHooks:
         use = Use(num_parts=len(tensors))
         unit.uses.add(use)
         for tensor in tensors:
-            handle = tensor.register_hook(partial(self._input_arrived, unit, use))  # type: ignore[no-untyped-call]
+            handle = _register(tensor, partial(self._input_arrived, unit, use))
             if tensor.is_leaf:
                 self._leaf_hooks.append(handle)
         return use
@@ -64,10 +64,7 @@ class UseHooks:
                 continue
             uses = [(unit, use)]
             self._outputs[id(tensor)] = weakref.ref(tensor), uses
-            # torch 2.13 crashes in register_hook on a view of which a part was edited in place, unless its grad_fn,
-            # which is made anew lazily, was read before.
-            assert tensor.grad_fn is not None or tensor.is_leaf
-            tensor.register_hook(partial(self._outputs_reached, uses))  # type: ignore[no-untyped-call]
+            _register(tensor, partial(self._outputs_reached, uses))
 
     def end_root(self) -> None:
         """A root forward ended: no further unit can return the tensors seen."""
@@ -92,6 +89,14 @@ class UseHooks:
         use.num_open -= 1
         if use.num_open <= 0:
             self._runtime.use_done(unit, use)
+
+
+def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    # torch 2.13 crashes in register_hook on a view of which a part was edited in place, unless its grad_fn, which is
+    # made anew lazily, was read before.
+    assert tensor.grad_fn is not None or tensor.is_leaf
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ around a unit is asked of a pure ``Schedule``; the exchange before a step is in 
 
 import warnings
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -165,9 +165,8 @@ class Runtime:
             backward = self._running()
             backward.horizon = -inf
             self._reduce_passed()
-            for unit in self.units:  # gradients that came after their unit's reduction
-                if any(bucket.trainable_grads.has_written for bucket in unit.trainable_buckets()):
-                    self._reduce(unit)
+            if self.window is Window.FINAL:
+                self._reduce([b for b in self.trainable_buckets() if b.trainable_grads.has_written])  # latecomers
         self._drain()
         for unit in self.units:
             unit.reset_backward()
@@ -188,7 +187,7 @@ class Runtime:
         if any(bucket.trainable_grads.has_local for bucket in self.trainable_buckets()):
             window, self.window = self.window, Window.FINAL
             for index in self.schedule.reduction_order:
-                self._reduce(self.units[index])
+                self._reduce(self.units[index].trainable_buckets())
             self.window = window
         self._drain()
 
@@ -249,7 +248,7 @@ class Runtime:
             if unit.trainable and self._first_begin(unit) <= backward.horizon:
                 return
             backward.next_reduction += 1
-            self._reduce(unit)
+            self._reduce(unit.trainable_buckets())
 
     @cached_property
     def _gathers_hop(self) -> bool:
@@ -270,10 +269,10 @@ class Runtime:
             raise StateError("a gradient arrived, but no backward was announced")
         return self._backward
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, buckets: Iterable[Bucket]) -> None:
         if self.window is Window.DEFER:
             return
-        for bucket in unit.trainable_buckets():
+        for bucket in buckets:
             self._drain(self.schedule.reductions_in_flight - 1)
             if self.window is Window.FINAL:
                 bucket.finalize_grads(1.0 / self.scaler.scale if self.scaler else 1.0)
