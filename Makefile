@@ -29,10 +29,11 @@ NOT_CORE := */cli/*,*/testing/*,*/models/*,*/data.py
 
 test-all: $(STAMP)  ## run all tests, the large matrix and the mutations included; report the branch coverage of the core
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest -n 2 --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --omit='$(NOT_CORE)'
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest -m matrix -n 2 --dist worksteal --ignore=tests/mutations
+	$(BIN)/python -m pytest -m matrix tests/mutations
 
 check: $(STAMP)  ## style, types, layers, spelling
 	$(BIN)/ruff check .
