@@ -21,6 +21,8 @@ from shardwise.data import load_stdlib
 from shardwise.layout import ParamSpec, plan_layout
 from shardwise.models.gpt import GPT, Block, GPTConfig
 
+pytestmark = pytest.mark.timeout(400)  # whole demos, on a machine that may be busy
+
 NUM_RANKS, NUM_STEPS = 2, 3
 KINDS = ["param", "master", "grad", "optim"]
 

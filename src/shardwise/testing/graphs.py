@@ -8,6 +8,7 @@ models of equal names and values. Every leaf and box maps [rows, WIDTH] to [rows
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -355,23 +356,27 @@ class _Slots:
         self.h = h
 
 
-_RETURNS: Mapping[str, Callable[[Tensor], Any]] = {
-    "dict": lambda h: {"none": None, "h": h},
-    "tuple": lambda h: (None, [h, None]),
-    "dataclass": lambda h: _Record(h),
-    "slots": _Slots,
-    "closure": lambda h: lambda: h,
-    "pieces": lambda h: [h[:, :2], h[:, 2:]],
-    "spare": lambda h: (h, h.square().sum()),
-    "view": lambda h: h.view(-1).view(h.shape),
-}
+_RETURNS: Mapping[str, Callable[[Tensor], Any]] = MappingProxyType(
+    {
+        "dict": lambda h: {"none": None, "h": h},
+        "tuple": lambda h: (None, [h, None]),
+        "dataclass": lambda h: _Record(h),
+        "slots": _Slots,
+        "closure": lambda h: lambda: h,
+        "pieces": lambda h: [h[:, :2], h[:, 2:]],
+        "spare": lambda h: (h, h.square().sum()),
+        "view": lambda h: h.view(-1).view(h.shape),
+    }
+)
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "none": _same,
-}
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "tanh": torch.tanh,
+        "relu": torch.relu,
+        "gelu": F.gelu,
+        "none": _same,
+    }
+)
 
 BOX_KINDS = (
     "list",
@@ -455,37 +460,39 @@ def _borrow(m: Any, h: Tensor) -> Tensor:
 
 
 _Make = Callable[[], dict[str, Any]]
-_LEAVES: Mapping[str, tuple[_Make, Callable[[Any, Tensor], Tensor]]] = {
-    "linear": (lambda: _matrix(bias=_new(WIDTH)), lambda m, h: F.linear(h, m.weight, m.bias)),
-    "no_bias": (_matrix, lambda m, h: F.linear(h, m.weight)),
-    "modules": (
-        lambda: {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, WIDTH)},
-        lambda m, h: m.linear(m.norm(h)),
-    ),
-    "conv": (lambda: {"conv": nn.Conv1d(1, 1, 3, padding=1)}, lambda m, h: m.conv(h[:, None])[:, 0]),
-    "norm": (lambda: {"norm": nn.LayerNorm(WIDTH)}, lambda m, h: m.norm(h)),
-    "scale": (lambda: {"scale": _new()}, lambda m, h: h * m.scale),
-    "odd": (lambda: {"one": _new(1), "nothing": _new(0, WIDTH)}, lambda m, h: h * m.one + m.nothing.sum()),
-    "lora": (lambda: _matrix(down=_new(WIDTH, 2), up=_new(2, WIDTH)), _lora),
-    "detached": (_matrix, lambda m, h: h @ m.weight + torch.tanh(h @ m.weight.detach())),
-    "views": (_matrix, lambda m, h: h @ m.weight.view(-1)[: WIDTH * WIDTH].view(WIDTH, WIDTH).t() + m.weight[0]),
-    "gated": (lambda: {"both": _new(2 * WIDTH, WIDTH)}, _gated),
-    "transposed": (lambda: {"weight": _new(WIDTH, WIDTH).t()}, lambda m, h: h @ m.weight),
-    "borrow": (lambda: {"bias": _new(WIDTH)}, _borrow),
-    "unused": (_matrix, lambda m, h: h),
-    "sometimes": (_matrix, lambda m, h: h @ m.weight if bool(h[0, 0] > 0) else h),
-    "odd_rows": (_matrix, lambda m, h: h @ m.weight if len(h) % 2 else h),
-    "masked": (_matrix, lambda m, h: torch.where(h > 0, h @ m.weight, h)),
-    "grad_hook": (_matrix, lambda m, h: h @ m.weight),
-    "function": (_matrix, _product),
-    "embedding": (lambda: {"table": nn.Embedding(WIDTH + 1, WIDTH)}, lambda m, h: h + m.table((h > 0).sum(1))),
-    "table": (lambda: {"table": _Table(8)}, lambda m, h: h + m.table(len(h))),
-    "giver": (lambda: {"table": _Table(WIDTH)}, lambda m, h: F.linear(h, m.table())),
-    "inner_grad": (_matrix, _inner_grad),
-    "weight_norm": (
-        lambda: {"normed": weight_norm(nn.Linear(WIDTH, WIDTH))},
-        lambda m, h: m.normed(h),
-    ),
-}
+_LEAVES: Mapping[str, tuple[_Make, Callable[[Any, Tensor], Tensor]]] = MappingProxyType(
+    {
+        "linear": (lambda: _matrix(bias=_new(WIDTH)), lambda m, h: F.linear(h, m.weight, m.bias)),
+        "no_bias": (_matrix, lambda m, h: F.linear(h, m.weight)),
+        "modules": (
+            lambda: {"norm": nn.LayerNorm(WIDTH), "linear": nn.Linear(WIDTH, WIDTH)},
+            lambda m, h: m.linear(m.norm(h)),
+        ),
+        "conv": (lambda: {"conv": nn.Conv1d(1, 1, 3, padding=1)}, lambda m, h: m.conv(h[:, None])[:, 0]),
+        "norm": (lambda: {"norm": nn.LayerNorm(WIDTH)}, lambda m, h: m.norm(h)),
+        "scale": (lambda: {"scale": _new()}, lambda m, h: h * m.scale),
+        "odd": (lambda: {"one": _new(1), "nothing": _new(0, WIDTH)}, lambda m, h: h * m.one + m.nothing.sum()),
+        "lora": (lambda: _matrix(down=_new(WIDTH, 2), up=_new(2, WIDTH)), _lora),
+        "detached": (_matrix, lambda m, h: h @ m.weight + torch.tanh(h @ m.weight.detach())),
+        "views": (_matrix, lambda m, h: h @ m.weight.view(-1)[: WIDTH * WIDTH].view(WIDTH, WIDTH).t() + m.weight[0]),
+        "gated": (lambda: {"both": _new(2 * WIDTH, WIDTH)}, _gated),
+        "transposed": (lambda: {"weight": _new(WIDTH, WIDTH).t()}, lambda m, h: h @ m.weight),
+        "borrow": (lambda: {"bias": _new(WIDTH)}, _borrow),
+        "unused": (_matrix, lambda m, h: h),
+        "sometimes": (_matrix, lambda m, h: h @ m.weight if bool(h[0, 0] > 0) else h),
+        "odd_rows": (_matrix, lambda m, h: h @ m.weight if len(h) % 2 else h),
+        "masked": (_matrix, lambda m, h: torch.where(h > 0, h @ m.weight, h)),
+        "grad_hook": (_matrix, lambda m, h: h @ m.weight),
+        "function": (_matrix, _product),
+        "embedding": (lambda: {"table": nn.Embedding(WIDTH + 1, WIDTH)}, lambda m, h: h + m.table((h > 0).sum(1))),
+        "table": (lambda: {"table": _Table(8)}, lambda m, h: h + m.table(len(h))),
+        "giver": (lambda: {"table": _Table(WIDTH)}, lambda m, h: F.linear(h, m.table())),
+        "inner_grad": (_matrix, _inner_grad),
+        "weight_norm": (
+            lambda: {"normed": weight_norm(nn.Linear(WIDTH, WIDTH))},
+            lambda m, h: m.normed(h),
+        ),
+    }
+)
 _MATRIX_KINDS = tuple(kind for kind, (make, _) in _LEAVES.items() if "weight" in make())
 LEAF_KINDS = tuple(_LEAVES)
