@@ -117,4 +117,5 @@ class Unit:
         """Forget the counts of a backward that is over or failed; uses it did not reach belong to other graphs."""
         self.delivered.clear()
         self.recomputes = 0
+        self.held = False
         self.uses = {use for use in self.uses if not use.reached}
