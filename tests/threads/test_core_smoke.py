@@ -731,18 +731,21 @@ def test_recomputed_uses_whose_inputs_need_no_gradient_keep_their_weights() -> N
 
             return sum(checkpoint(scaled, x + shift, self.scale, use_reentrant=True) for shift in (0, 1))
 
-    def body(mesh: Mesh) -> dict[str, Tensor]:
+    def body(mesh: Mesh) -> tuple[list[str], dict[str, Tensor]]:
         probe = Instruments("late")
+        recorded, log = record(mesh)
         model = shardwise.shard(
-            Net(), mesh, stage=3, units=["block"], keep_last_unit=False, lanes=probe.lanes, arena=probe.arena
+            Net(), recorded, stage=3, units=["block"], keep_last_unit=False, lanes=probe.lanes, arena=probe.arena
         )
         loss_of(model, rows(mesh["data"].rank)).backward()
-        return shardwise.full_gradients(model)
+        events = sent(log)
+        return events, shardwise.full_gradients(model)
 
     plain = Net()
     for rank in range(2):
         (loss_of(plain, rows(rank)) / 2).backward()
-    for grads in run2(body):
+    for events, grads in run2(body):
+        assert events.count("gather block") == 3  # two uses, one backward
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
