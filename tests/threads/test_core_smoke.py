@@ -7,7 +7,6 @@ lets through is a missing test here.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -493,37 +492,6 @@ def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> No
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
-@pytest.mark.parametrize("window", ["final", "defer", "reduce"])
-@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 all ranks must gather the same units
-def test_late_gradient_of_one_rank_reaches_all(stage: int, window: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = make_model()
-
-        def forward(self, x: Tensor, early: bool) -> Tensor:
-            return self.layers(x + x @ self.layers[2].weight if early else x)
-
-    def body(mesh: Mesh) -> dict[str, Tensor]:
-        rank = mesh["data"].rank
-        model = shardwise.shard(Net(), mesh, stage=stage)
-        for step in range(2):
-            with nullcontext() if window == "final" else shardwise.no_sync(model, reduce=window == "reduce"):
-                loss_of_early(model, rows(rank, step), rank == step).backward()
-        return shardwise.full_gradients(model)
-
-    def loss_of_early(model: nn.Module, x: Tensor, early: bool) -> Tensor:
-        out: Tensor = (model(x, early) - 1).pow(2).mean()
-        return out
-
-    plain = Net()
-    for step in range(2):
-        for rank in range(2):
-            (loss_of_early(plain, rows(rank, step), rank == step) / 2).backward()
-    for grads in run2(body):
-        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
-
-
 @all_stages
 def test_verbs_of_a_bucket_wait_for_each_other(stage: int) -> None:
     def body(mesh: Mesh) -> None:
@@ -715,37 +683,6 @@ def test_units_that_a_reentrant_checkpoint_recomputes_are_freed_in_time(uses: in
         assert max(peaks) <= 2 * 3 * 512
         assert events.count("gather blocks.2") == uses + 1
         assert events.count("reduce blocks.2") == 1
-        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
-
-
-def test_recomputed_uses_whose_inputs_need_no_gradient_keep_their_weights() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = make_model(layers=3)
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            def scaled(x: Tensor, scale: Tensor) -> Tensor:
-                return self.block(x) * scale
-
-            return sum(checkpoint(scaled, x + shift, self.scale, use_reentrant=True) for shift in (0, 1))
-
-    def body(mesh: Mesh) -> tuple[list[str], dict[str, Tensor]]:
-        probe = Instruments("late")
-        recorded, log = record(mesh)
-        model = shardwise.shard(
-            Net(), recorded, stage=3, units=["block"], keep_last_unit=False, lanes=probe.lanes, arena=probe.arena
-        )
-        loss_of(model, rows(mesh["data"].rank)).backward()
-        events = sent(log)
-        return events, shardwise.full_gradients(model)
-
-    plain = Net()
-    for rank in range(2):
-        (loss_of(plain, rows(rank)) / 2).backward()
-    for events, grads in run2(body):
-        assert events.count("gather block") == 3  # two uses, one backward
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
