@@ -72,7 +72,7 @@ class Setup:
     force_collectives: bool = False
     align: int = 64
     wide_masters: bool = False
-    optimizer: str = "adamw"
+    optimizer: str = "adamw"  # or "sgd", or "two" for one of matrices and one of the rest
     optimizer_first: bool = False
     policy: str = "late"
 
@@ -95,14 +95,20 @@ class Setup:
         kinds = {"auto": None, "leaves": LeafModule, "boxes": BoxModule, "all": (LeafModule, BoxModule)}[self.units]
         return None if kinds is None else [n for n, m in named if isinstance(m, kinds)]
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         params = list(model.parameters())
         matrices, rest = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.125}, {"params": rest, "lr": 0.015625}]
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=0.03125, momentum=0.5)
-        # A large epsilon: where a gradient is zero but for rounding, the step must not depend on the sign of that.
-        return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.0)
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": 0.125},
+            {"params": rest, "lr": 0.015625},
+        ]
+        if self.optimizer == "two":
+            return [adamw(groups[:1]), sgd(groups[1:])]
+        return [adamw(groups) if self.optimizer == "adamw" else sgd(groups)]
+
+    def shard_optimizers(self, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+        for optimizer in optimizers:
+            shardwise.shard_optimizer(optimizer, model, partial=len(optimizers) > 1)
 
     def shard(self, model: nn.Module) -> Callable[[Mesh], nn.Module]:
         options: dict[str, Any] = {
@@ -130,6 +136,15 @@ class Setup:
         return lambda mesh: shardwise.shard(model, mesh, **options)
 
 
+def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.03125, momentum=0.5)
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # A large epsilon: where a gradient is zero but for rounding, the step must not depend on the sign of that.
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.0)
+
+
 @dataclass
 class Pending:
     """A forward that waits for its backward."""
@@ -145,7 +160,7 @@ class Worker:
     case: "Case"
     rank: int
     model: GraphModel
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     unit_modules: list[nn.Module]  # those that may be called by themselves
     mesh: Mesh | None = None  # of a sharded one
     pending: list[Pending] = field(default_factory=list)
@@ -188,6 +203,13 @@ class Worker:
 
     def take(self, which: int) -> Pending | None:
         return self.pending.pop(which % len(self.pending)) if self.pending else None
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def chosen(self, which: int | None) -> list[torch.optim.Optimizer]:
+        return self.optimizers if which is None else [self.optimizers[which % len(self.optimizers)]]
 
     def params(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
@@ -368,7 +390,7 @@ class FailBackward(Op):
             raised = True
         worker.model.faults.backward = None
         worker.note("failed", raised)
-        worker.optimizer.zero_grad()
+        worker.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -376,12 +398,14 @@ class ZeroGrad(Op):
     """Forget gradients: through the optimizer, through the model, or to zeros."""
 
     how: str = "optimizer"
+    which: int | None = None
 
     def local(self, worker: Worker) -> None:
         if self.how == "model":
             worker.model.zero_grad()
         else:
-            worker.optimizer.zero_grad(set_to_none=self.how == "optimizer")
+            for optimizer in worker.chosen(self.which):
+                optimizer.zero_grad(set_to_none=self.how == "optimizer")
 
 
 @dataclass(frozen=True)
@@ -448,7 +472,8 @@ class Held(Op):
             self._learn(worker)
             if self.how == "step":
                 worker.pending.clear()
-                worker.optimizer.step()
+                for optimizer in worker.optimizers:
+                    optimizer.step()
 
     def _learn(self, worker: Worker) -> None:
         found = worker.forward()
@@ -482,7 +507,7 @@ class Stale(Op):
             words = str(error)
         assert not words or STALE_WORDS.search(words), f"refused for another reason: {words}"
         worker.note(REFUSED, bool(words))
-        worker.optimizer.zero_grad()
+        worker.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -492,16 +517,18 @@ class Reshard(Op):
     def plain(self, team: Sequence[Worker]) -> None:
         for worker in team:
             worker.pending.clear()
-            worker.optimizer.zero_grad()
-            worker.optimizer = worker.case.setup.make_optimizer(worker.model)
+            worker.zero_grad()
+            worker.optimizers = worker.case.setup.make_optimizers(worker.model)
 
     def sharded(self, worker: Worker) -> None:
         assert worker.mesh is not None
         worker.pending.clear()
         shardwise.unshard_model(worker.model)
         assert count_hooks(worker.model) == count_hooks(build(worker.case.graph)), "hooks left in the plain model"
-        worker.case.setup.shard(worker.model)(worker.mesh)
-        worker.optimizer = shardwise.shard_optimizer(worker.case.setup.make_optimizer(worker.model), worker.model)
+        setup = worker.case.setup
+        setup.shard(worker.model)(worker.mesh)
+        worker.optimizers = setup.make_optimizers(worker.model)
+        setup.shard_optimizers(worker.optimizers, worker.model)
 
 
 @dataclass(frozen=True)
@@ -556,23 +583,28 @@ class SetRate(Op):
     rate: float = 0.025
 
     def local(self, worker: Worker) -> None:
-        worker.optimizer.param_groups[self.group]["lr"] = self.rate
+        groups = [group for optimizer in worker.optimizers for group in optimizer.param_groups]
+        groups[self.group]["lr"] = self.rate
 
 
 @dataclass(frozen=True)
 class Step(Op):
-    """An optimizer step; graphs of earlier forwards are stale then."""
+    """A step of all optimizers or of one; graphs of earlier forwards are stale then."""
+
+    which: int | None = None
 
     def plain(self, team: Sequence[Worker]) -> None:
         set_gradients(team, mean_gradients(team))
         for worker in team:
             worker.pending.clear()
-            worker.optimizer.step()
+            for optimizer in worker.chosen(self.which):
+                optimizer.step()
 
     def sharded(self, worker: Worker) -> None:
         worker.pending.clear()
-        worker.optimizer.step()
-        assert worker.optimizer.step_was_applied  # type: ignore[attr-defined]
+        for optimizer in worker.chosen(self.which):
+            optimizer.step()
+            assert optimizer.step_was_applied  # type: ignore[attr-defined]
         ledger = ledger_of(worker.model)
         assert ledger[Kind.GATHERED] == 0, f"{worker.where}: {ledger[Kind.GATHERED]} bytes stay gathered after a step"
         assert ledger[Kind.STAGING] == 0, f"{worker.where}: {ledger[Kind.STAGING]} bytes of staging after a step"
@@ -592,7 +624,8 @@ class Read(Op):
             found = {name: param.detach() for name, param in team[0].params().items()}
         else:
             for name, param in team[0].params().items():
-                for key, value in team[0].optimizer.state.get(param, {}).items():
+                states = [optimizer.state.get(param, {}) for optimizer in team[0].optimizers]
+                for key, value in (item for state in states for item in state.items()):
                     if isinstance(value, Tensor) and param.numel():
                         found[f"{key} of {name}"] = value
         for worker in team:
@@ -708,12 +741,13 @@ def make_worker(case: Case, rank: int, mesh: Mesh | None = None) -> Worker:
     model, setup = build(case.graph), case.setup
     units = find_units(model, setup.unit_names(model))
     callable_units = [u.module for u in units if u.name and isinstance(u.module, LeafModule | BoxModule)]
-    optimizer = setup.make_optimizer(model) if mesh is None or setup.optimizer_first else None
+    optimizers = setup.make_optimizers(model) if mesh is None or setup.optimizer_first else None
     if mesh is not None:
         setup.shard(model)(mesh)
-        optimizer = shardwise.shard_optimizer(optimizer or setup.make_optimizer(model), model)
-    assert optimizer is not None
-    return Worker(case, rank, model, optimizer, callable_units, mesh)
+        optimizers = optimizers or setup.make_optimizers(model)
+        setup.shard_optimizers(optimizers, model)
+    assert optimizers is not None
+    return Worker(case, rank, model, optimizers, callable_units, mesh)
 
 
 def compare_logs(

@@ -83,18 +83,18 @@ def setups(draw: st.DrawFn) -> s.Setup:
 
 def operations() -> SearchStrategy[s.Op]:
     which, at = st.integers(0, 3), st.integers(0, 6)
-    skip = st.one_of(st.none(), st.integers(0, 3))
+    skip, one = st.one_of(st.none(), st.integers(0, 3)), st.one_of(st.none(), st.integers(0, 1))
     return st.one_of(
         st.builds(s.Forward, skip),
         st.builds(s.Backward, which, WINDOWS, st.booleans()),
         st.builds(s.BackwardAll, WINDOWS),
-        st.builds(s.Step),
+        st.builds(s.Step, one),
         st.builds(s.AutogradGrad, which, st.sampled_from(["input", "parameters"])),
         st.builds(s.BackwardInputs, which, st.lists(SMALL, min_size=1, max_size=2).map(tuple), WINDOWS),
         st.builds(s.Evaluate, st.sampled_from(["no_grad", "inference"])),
         st.builds(s.FailForward, at, st.sampled_from(["grad", "no_grad"])),
         st.builds(s.FailBackward, at, WINDOWS),
-        st.builds(s.ZeroGrad, st.sampled_from(["optimizer", "model", "zeros"])),
+        st.builds(s.ZeroGrad, st.sampled_from(["optimizer", "model", "zeros"]), one),
         st.builds(s.Toggle, SMALL),
         st.builds(s.Discard),
         st.builds(s.Part, which, WINDOWS),

@@ -4,7 +4,9 @@ A failure prints a ``Case`` as plain data: paste it into ``REGRESSIONS``. All th
 """
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, event, given, reject, settings
+from torch import Tensor
 
 import shardwise
 from shardwise.testing.graphs import BOX_KINDS, LEAF_KINDS, Again, Box, Graph, Leaf
@@ -13,6 +15,8 @@ from .schedules import (
     AutogradGrad,
     Backward,
     Case,
+    Clip,
+    Edit,
     Evaluate,
     Forward,
     Part,
@@ -73,6 +77,23 @@ REGRESSIONS = {
         Setup(ranks=(2, 2), sharding=0, policy="host"),
         (Forward(), Backward(), Step(), ZeroGrad("model")),
     ),
+    # gradients that had nowhere to go in a window of reduce=True were taken for late ones, on the ranks that had them
+    "sum_over_some_axes_in_a_unit_of_mixed_stages": Case(
+        Graph(
+            (
+                Box("aux", (Leaf(),)),
+                Box("dataclass", (Box("list", (Leaf("transposed"), Leaf("detached"), Leaf("sometimes"))),)),
+            ),
+            ties=((9, 0),),
+        ),
+        Setup(sharding="mixed", policy="host"),
+        (Forward(), Backward(0, "reduce")),
+    ),
+    # a recomputation returned a view of a weight, and the unit stayed gathered
+    "view_of_a_weight_from_a_recomputation": Case(
+        Graph((Box("list", (Again(0), Leaf("table"))), Box("checkpoint", (Again(1),))), frozen=(3,)),
+        Setup(units=(3,), prefetch=0, keep_last_unit=False),
+    ),
     # torch's register_hook ends the process on such a view, unless its grad_fn was read before
     "output_is_a_view_edited_in_place": Case(Graph((Box("view", (Leaf(),)), Box("edit", (Again(1),))))),
     "step_without_backward": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Forward(), Step(), Forward(), Step())),
@@ -131,6 +152,25 @@ def test_graph_from_before_unfreezing_is_right_or_refused(stage: int) -> None:
     else:
         with pytest.raises(shardwise.StateError, match="changed between forward and backward"):
             check(case)
+
+
+def test_check_notices_ranks_that_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> None:
+        out.copy_(parts[0])
+
+    case = Case(Graph((Leaf(),)))
+    check(case)
+    monkeypatch.setattr("shardwise.comm.threads.rank_order_mean", own)
+    with pytest.raises(AssertionError, match="off by"):
+        check(case)
+
+
+def test_check_notices_an_operation_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Graph((Leaf(),)), ops=(Edit(), Forward(), Backward(), Clip(), Step()))
+    check(case)
+    monkeypatch.setattr(Clip, "sharded", lambda op, worker: None)
+    with pytest.raises(AssertionError, match="expected"):
+        check(case)
 
 
 ORDINARY = (Forward(), Backward(), Step(), Forward(), Forward(), Backward(1), Backward(0), Step())
