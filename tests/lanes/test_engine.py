@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 import shardwise
 from shardwise import Precision, Sharding
@@ -27,6 +27,12 @@ from shardwise.testing.ranks import flat_rank, run_ranks
 NUM_STEPS = 3
 MAX_NORM = 0.05
 ROWS = 4  # per rank and micro-batch
+
+
+def checkpoint(function: Callable[..., Tensor], *args: Tensor, use_reentrant: bool) -> Tensor:
+    """Without a copy of the random state, which all threads share: torch takes its lock while it collects garbage."""
+    out: Tensor = torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, preserve_rng_state=False)
+    return out
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 import shardwise
 from shardwise import ConfigError, LossScale, NonFiniteError, Precision, RankMismatchError, Sharding, StateError
@@ -36,6 +36,12 @@ from shardwise.testing.ranks import run_ranks
 STAGES = (0, 1, 2, 3)
 WIDTH = 6
 all_stages = pytest.mark.parametrize("stage", STAGES)
+
+
+def checkpoint(function: Callable[..., Tensor], *args: Tensor, use_reentrant: bool) -> Tensor:
+    """Without a copy of the random state, which all threads share: torch takes its lock while it collects garbage."""
+    out: Tensor = torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, preserve_rng_state=False)
+    return out
 
 
 def run2(body: Callable[[Mesh], Any], **options: Any) -> list[Any]:
