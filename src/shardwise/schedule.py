@@ -37,6 +37,8 @@ class Schedule:
     Attributes:
         num_units: number of units of the model, in definition order.
         trace: begins and ends of one root forward; empty while no order is agreed.
+        late: units whose gradients were seen to come after their turn (an earlier unit uses their weights too): they
+            are reduced at the end of a backward.
         prefetch: number of units to gather ahead.
         reductions_in_flight: buckets whose gradients may travel while the backward goes on; each holds its slab.
         keep_last: keep the units that no other unit follows from forward to backward.
@@ -44,6 +46,7 @@ class Schedule:
 
     num_units: int
     trace: tuple[TraceEvent, ...] = ()
+    late: frozenset[int] = frozenset()
     prefetch: int = 1
     reductions_in_flight: int = 2
     keep_last: bool = True
@@ -59,6 +62,10 @@ class Schedule:
         """Return the schedule with another agreed order."""
         return replace(self, trace=trace)
 
+    def with_late(self, units: frozenset[int]) -> "Schedule":
+        """Return the schedule with more units that are reduced at the end of a backward."""
+        return replace(self, late=self.late | units)
+
     @cached_property
     def forward_order(self) -> tuple[int, ...]:
         """Units in the order of their first use; empty while no order is agreed."""
@@ -68,10 +75,11 @@ class Schedule:
     def reduction_order(self) -> tuple[int, ...]:
         """Every unit, last used first: the order in which gradients are reduced on all ranks.
 
-        Units without an agreed use come where their definition puts them, after the used ones.
+        Units without an agreed use come where their definition puts them, after the used ones; late ones at the end.
         """
         unused = tuple(unit for unit in range(self.num_units) if unit not in self.forward_order)
-        return tuple(reversed(unused + self.forward_order))
+        last_used_first = (unused + self.forward_order)[::-1]
+        return tuple(sorted(last_used_first, key=self.late.__contains__))
 
     @cached_property
     def kept(self) -> frozenset[int]:

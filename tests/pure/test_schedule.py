@@ -118,3 +118,9 @@ def test_two_units_ahead_are_gathered_nearest_first() -> None:
 def test_negative_overlap_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}.*>= 0"):
         Schedule(num_units=1, **{field: -1})
+
+
+def test_late_units_are_reduced_after_all_others() -> None:
+    schedule = Schedule(num_units=4, trace=calls(1, 2, 3)).with_late(frozenset({3})).with_late(frozenset({1}))
+    assert schedule.reduction_order == (2, 0, 3, 1)
+    assert schedule.agreed(calls(2, 1)).late == {1, 3}

@@ -22,7 +22,8 @@ def leaves(*, mixed: bool, without: frozenset[str] = frozenset()) -> SearchStrat
 
 
 def nodes(*, mixed: bool, without: frozenset[str] = frozenset()) -> SearchStrategy[tuple[Node, ...]]:
-    ends = st.one_of(leaves(mixed=mixed, without=without), st.builds(Again, SMALL))
+    leaf = leaves(mixed=mixed, without=without)
+    ends = st.one_of(leaf, leaf, leaf, leaf, st.builds(Again, SMALL))
     tree = st.recursive(
         ends,
         lambda inner: st.builds(
@@ -75,7 +76,7 @@ def setups(draw: st.DrawFn) -> s.Setup:
         force_collectives=draw(st.booleans()),
         align=draw(st.sampled_from([64, 8, 1])),
         wide_masters=draw(st.booleans()),
-        optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+        optimizer=draw(st.sampled_from(["adamw", "sgd", "two"])),
         optimizer_first=draw(st.booleans()),
         policy=draw(st.sampled_from(["late", "seeded", "posted", "now", "host"])),
     )

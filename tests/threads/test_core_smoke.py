@@ -7,6 +7,7 @@ lets through is a missing test here.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -487,7 +488,10 @@ def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> No
         model = shardwise.shard(Net(), mesh, stage=stage, lanes=probe.lanes, arena=probe.arena)
         for step in range(2):
             loss_of(model, rows(mesh["data"].rank, step)).backward()
-            assert ledger(model).now[Kind.STAGING] == 0  # nothing is left for the step to reduce
+            waits = ledger(model).now[Kind.STAGING]
+            assert (waits > 0) is (step == 0)  # from the first step on it is known to be late, and reduced in backward
+            shardwise.clip_grad_norm_(model, math.inf)
+            assert ledger(model).now[Kind.STAGING] == 0
         return shardwise.full_gradients(model)
 
     plain = Net()
@@ -496,6 +500,83 @@ def test_weight_used_by_an_earlier_unit_gets_its_late_gradient(stage: int) -> No
             (loss_of(plain, rows(rank, step)) / 2).backward()
     for grads in run2(body):
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("window", ["final", "defer", "reduce"])
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 all ranks must gather the same units
+def test_late_gradient_of_one_rank_reaches_all(stage: int, window: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: Tensor, early: bool) -> Tensor:
+            return self.layers(x + x @ self.layers[2].weight if early else x)
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        rank = mesh["data"].rank
+        model = shardwise.shard(Net(), mesh, stage=stage)
+        for step in range(2):
+            with nullcontext() if window == "final" else shardwise.no_sync(model, reduce=window == "reduce"):
+                loss_of_early(model, rows(rank, step), rank == step).backward()
+        return shardwise.full_gradients(model)
+
+    def loss_of_early(model: nn.Module, x: Tensor, early: bool) -> Tensor:
+        out: Tensor = (model(x, early) - 1).pow(2).mean()
+        return out
+
+    plain = Net()
+    for step in range(2):
+        for rank in range(2):
+            (loss_of_early(plain, rows(rank, step), rank == step) / 2).backward()
+    for grads in run2(body):
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 all ranks must gather the same units
+def test_rank_without_a_micro_batch_in_an_open_window_takes_part_in_the_step(stage: int) -> None:
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        rank = mesh["data"].rank
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        optimizer = sgd(model)
+        for step in range(3):
+            with shardwise.no_sync(model):
+                for _ in range(step % 2 == rank):
+                    loss_of(model, rows(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return shardwise.full_parameters(model)
+
+    plain = make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        (loss_of(plain, rows(step % 2, step)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for params in run2(body):
+        assert_close(params, dict(plain.named_parameters()))
+
+
+@all_stages
+def test_gradient_memory_is_given_back_when_two_optimizers_cleared_theirs(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        model = shardwise.shard(make_model(), mesh, stage=stage, units=[])
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        optimizers = [
+            shardwise.shard_optimizer(torch.optim.SGD(params, lr=0.1), model, partial=True)
+            for params in (weights, biases)
+        ]
+        for _ in range(2):
+            loss_of(model, rows(mesh["data"].rank)).backward()
+            assert ledger(model).now[Kind.GRAD] > 0
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            assert ledger(model).now[Kind.GRAD] == 0
+
+    run2(body)
 
 
 @all_stages

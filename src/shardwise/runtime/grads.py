@@ -158,7 +158,10 @@ class GradBuffers:
             self._free(self._window)
 
     def discard(self, slot: Slot, *, keep_arrived: bool = False) -> None:
-        """Zero everything that arrived for one parameter and, unless ``keep_arrived``, forget that it did."""
+        """Zero everything that arrived for one parameter and, unless ``keep_arrived``, forget that it did.
+
+        When no parameter is left that a gradient may wait for, the memory is given back.
+        """
         self.wait()
         if not keep_arrived:
             self.arrived.discard(slot.index)
@@ -175,6 +178,8 @@ class GradBuffers:
                 view = slab.tensor[first - origin : last - origin]
                 site.lanes.on_compute(writes=[view])
                 view.zero_()
+        if not self.pending:
+            self.empty()
 
     def empty(self) -> None:
         """Forget all gradients and give their memory back."""

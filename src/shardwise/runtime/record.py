@@ -1,12 +1,14 @@
 """The one small exchange before the optimizer moves: do all ranks agree, and what is the gradient's norm?
 
 Every rank contributes the step number, the digest of its collectives, the hash of its forward order, the norm of its
-own finest slice of each bucket and one bit per parameter ("a gradient arrived"). Everything every rank then decides
-(skip, clip, which parameters stay untouched) is a function of all records, so all ranks decide alike.
+own finest slice of each bucket, one bit per parameter ("a gradient arrived"), one per bucket ("gradients wait here that
+no reduction took") and one per unit ("its gradients came late"). Everything every rank then decides (skip, clip, which
+buckets to reduce, which parameters stay untouched) is a function of all records, so all ranks decide alike.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import xxhash
@@ -33,27 +35,35 @@ class Record:
     order: int
     norms: tuple[float, ...]
     arrived: tuple[bool, ...]
+    waiting: tuple[bool, ...]
+    late: tuple[bool, ...]
 
     def pack(self, norms: Tensor) -> Tensor:
         """Return the record as int64 words; ``norms`` (fp64, on the device) replaces ``self.norms``."""
+        flags = self.arrived + self.waiting + self.late
         words = [
-            sum(1 << bit for bit, flag in enumerate(self.arrived[start : start + _BITS]) if flag)
-            for start in range(0, len(self.arrived), _BITS)
+            sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag)
+            for start in range(0, len(flags), _BITS)
         ]
         head = torch.tensor([self.step, self.digest, self.order, *words], dtype=torch.int64)
         return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
     def unpack(self, words: Sequence[int]) -> "Record":
         """Return another rank's record from its words; this one gives the lengths."""
-        num_words = -(-len(self.arrived) // _BITS)
-        flags = words[_HEADER : _HEADER + num_words]
+        lengths = len(self.arrived), len(self.waiting), len(self.late)
+        num_words = -(-sum(lengths) // _BITS)
+        packed = words[_HEADER : _HEADER + num_words]
+        flags = iter([bool(packed[i // _BITS] >> (i % _BITS) & 1) for i in range(sum(lengths))])
+        arrived, waiting, late = (tuple(islice(flags, length)) for length in lengths)
         norms = torch.tensor(words[_HEADER + num_words :], dtype=torch.int64).view(torch.float64)
         return Record(
             step=words[0],
             digest=words[1],
             order=words[2],
             norms=tuple(norms.tolist()),
-            arrived=tuple(bool(flags[i // _BITS] >> (i % _BITS) & 1) for i in range(len(self.arrived))),
+            arrived=arrived,
+            waiting=waiting,
+            late=late,
         )
 
 

@@ -62,6 +62,7 @@ class Runtime:
         window: what the next backward does with its gradients.
         num_steps: optimizer steps seen, skipped ones included.
         grads_version: changes whenever gradients do; results computed from them carry it.
+        late_here: units that turned out late on this rank; the next record tells the others.
     """
 
     def __init__(self, units: Sequence[Unit], means: Means, schedule: Schedule, scaler: LossScaler | None) -> None:
@@ -72,6 +73,7 @@ class Runtime:
         self.window = Window.FINAL
         self.num_steps = 0
         self.grads_version = 0
+        self.late_here: frozenset[int] = frozenset()
         self.last_trace: tuple[TraceEvent, ...] = ()
         self._trace: list[TraceEvent] | None = None
         self._backward: _Backward | None = None
@@ -160,21 +162,27 @@ class Runtime:
         self._free_if_over(unit)
 
     def end_backward(self) -> None:
-        """A backward ended: reduce what is left, wait for all reductions, free everything."""
-        if self._running().reduces:
-            backward = self._running()
+        """A backward ended: reduce what is left, wait for all reductions, free everything.
+
+        A gradient that came after its unit was reduced (a weight that an earlier unit used too) waits, because only
+        this rank may have it: ``finish_window`` takes it, and from then on the unit counts as late.
+        """
+        backward = self._running()
+        if backward.reduces:
             backward.horizon = -inf
             self._reduce_passed()
+            self.grads_version += 1
             if self.window is Window.FINAL:
-                self._reduce([b for b in self.trainable_buckets() if b.trainable_grads.has_written])  # latecomers
+                late = {u.index for u in self.units for b in u.trainable_buckets() if b.trainable_grads.has_written}
+                self.late_here = self.late_here | late
         self._drain()
         for unit in self.units:
             unit.reset_backward()
             unit.reshard()
         self._backward = None
 
-    def finish_window(self) -> None:
-        """Reduce gradients that ``no_sync`` kept local; called before a step and before a norm.
+    def check_idle(self) -> None:
+        """Check that no backward is under way.
 
         Raises:
             StateError: a backward is running or failed.
@@ -184,11 +192,13 @@ class Runtime:
                 "a backward is running or ended with an error: its gradients are incomplete. Call zero_grad() and "
                 "run forward and backward again before step() or a norm"
             )
-        if any(bucket.trainable_grads.has_local for bucket in self.trainable_buckets()):
-            window, self.window = self.window, Window.FINAL
-            for index in self.schedule.reduction_order:
-                self._reduce(self.units[index].trainable_buckets())
-            self.window = window
+
+    def finish_window(self, waiting: Container[Bucket]) -> None:
+        """Reduce the buckets in which any rank has gradients that no reduction took; the same on all ranks."""
+        window, self.window = self.window, Window.FINAL
+        for index in self.schedule.reduction_order:
+            self._reduce([bucket for bucket in self.units[index].trainable_buckets() if bucket in waiting])
+        self.window = window
         self._drain()
 
     def end_step(self, updated: Container[Bucket]) -> None:
@@ -230,7 +240,9 @@ class Runtime:
 
     def _prefetch(self, unit: Unit, *, backward: bool) -> None:
         for index in self.schedule.ahead(unit.index, backward=backward):
-            self.units[index].unshard()
+            # One whose backward is over may be free on this rank alone: which gradients come may depend on its data.
+            if not (backward and self.units[index].backward_is_over):
+                self.units[index].unshard()
 
     def _free_if_over(self, unit: Unit) -> None:
         if unit.backward_is_over:
@@ -256,7 +268,9 @@ class Runtime:
         return any(bucket.site.placement.num_param > 1 for unit in self.units for bucket in unit.buckets)
 
     def _first_begin(self, unit: Unit) -> float:
-        """Position in the last forward at which a unit began first; 0 if it was not used."""
+        """Position in the last forward at which a unit began first; 0 if it was not used, less if it is late."""
+        if unit.index in self.schedule.late:
+            return -1
         return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), 0)
 
     def _last_end(self, unit: Unit) -> float:

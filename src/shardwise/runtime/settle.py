@@ -51,25 +51,22 @@ class Settler:
             RankMismatchError: ranks did unlike things since the start; on every rank.
         """
         runtime = self._runtime
-        runtime.finish_window()
+        runtime.check_idle()
         if self._last is not None and self._last.grads_version == runtime.grads_version:
             return self._last
         buckets = runtime.trainable_buckets()
-        if runtime.scaler is not None and any(bucket.trainable_grads.has_result for bucket in buckets):
+        if runtime.scaler is not None and any(b.trainable_grads.arrived for b in buckets):
             runtime.scaler.check_scaled()
-        flags = [slot.index in b.trainable_grads.arrived for b in buckets for slot in b.site.layout.slots]
-        own = Record(
-            step=runtime.num_steps,
-            digest=runtime.means.journal.digest,
-            order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
-            norms=(),
-            arrived=tuple(flags),
-        )
-        rows = self._exchange(own.pack(self._norms(2.0))).tolist()
-        records = [own.unpack(row) for row in rows]
-        self.agreement.check_records(records, runtime.means.journal)
+        records = self._records()
+        waiting = [bucket for i, bucket in enumerate(buckets) if any(record.waiting[i] for record in records)]
+        if waiting:
+            runtime.finish_window(waiting)
+            records = self._records()
         if len({record.order for record in records}) == 1 and runtime.last_trace != runtime.schedule.trace:
             runtime.schedule = runtime.schedule.agreed(runtime.last_trace)
+        late = frozenset(unit.index for unit in runtime.units if any(record.late[unit.index] for record in records))
+        if not late <= runtime.schedule.late:
+            runtime.schedule = runtime.schedule.with_late(late)
         norm = combine_norms([combine_norms(record.norms) for record in records])
         first = None
         if not math.isfinite(norm):
@@ -102,6 +99,27 @@ class Settler:
             first_nonfinite=settlement.first_nonfinite,
             arrived=settlement.arrived,
         )
+
+    def _records(self) -> list[Record]:
+        """Exchange what this rank has to say with all ranks.
+
+        Raises:
+            RankMismatchError: ranks did unlike things since the start; on every rank.
+        """
+        runtime, grads = self._runtime, [bucket.trainable_grads for bucket in self._runtime.trainable_buckets()]
+        own = Record(
+            step=runtime.num_steps,
+            digest=runtime.means.journal.digest,
+            order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
+            norms=(),
+            arrived=tuple(slot.index in half.arrived for half in grads for slot in half.site.layout.slots),
+            waiting=tuple(half.has_local for half in grads),
+            late=tuple(unit.index in runtime.late_here for unit in runtime.units),
+        )
+        rows = self._exchange(own.pack(self._norms(2.0))).tolist()
+        records = [own.unpack(row) for row in rows]
+        self.agreement.check_records(records, runtime.means.journal)
+        return records
 
     def _settled(self) -> list[Bucket]:
         return [bucket for bucket in self._runtime.trainable_buckets() if bucket.trainable_grads.has_result]
