@@ -1,0 +1,1 @@
+"""What a user writes: ``model`` (the pydantic models), ``resolve`` (defaults, products, origins)."""
