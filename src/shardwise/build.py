@@ -197,7 +197,7 @@ def agree_on_values(mesh: Mesh, agreement: Agreement, params: Sequence[NamedPara
     listed = f"{len(unlike)} of {len(params)} parameters, first {unlike[0]}"
     if settings.initial_values == "verify":
         raise RankMismatchError(f"ranks start from different values: {listed}. Seed all ranks alike")
-    warnings.warn(f"ranks start from different values ({listed}); rank 0's are used", stacklevel=4)
+    warnings.warn(f"ranks start from different values ({listed}); rank 0's are used", stacklevel=5)
     index = reserve(mesh, 1)
     for sequence, p in enumerate(p for p in params if p.name in set(unlike)):
         flat = p.param.data.contiguous().view(-1)

@@ -2,7 +2,7 @@
 
 ``Sharding`` names the axes over which parameters, gradients and optimizer state are split at rest. ``resolve`` lays
 them over a mesh and gives a ``Placement``: the axis lists of the five verbs and the slice of every rank. Nothing else
-in the library asks "which stage?". Read ``runtime/bucket.py`` next: it holds the buffers.
+in the library asks "which stage?". Read ``runtime/params.py`` next: it holds buffers.
 """
 
 import math

@@ -580,6 +580,71 @@ def test_gradient_memory_is_given_back_when_two_optimizers_cleared_theirs(stage:
 
 
 @all_stages
+def test_gradients_are_multiplied_by_the_factor_of_their_backward(stage: int) -> None:
+    factors = (0.5, 0.25, 2.0)
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        runtime = Managed.of(model).runtime
+        for step, factor in enumerate(factors):
+            runtime.factor = factor
+            with shardwise.no_sync(model) if step < 2 else nullcontext():
+                loss_of(model, rows(mesh["data"].rank, step)).backward()
+        return shardwise.full_gradients(model)
+
+    plain = make_model()
+    for rank in range(2):
+        for step, factor in enumerate(factors):
+            (loss_of(plain, rows(rank, step)) * factor / 2).backward()
+    for grads in run2(body):
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@all_stages
+@pytest.mark.parametrize("window", ["final", "defer", "reduce"])
+def test_summed_gradients_are_divided_by_the_counts_of_all_ranks(stage: int, window: str) -> None:
+    counts = ((3, 5), (1, 0))  # by micro-batch and rank
+
+    def body(mesh: Mesh) -> tuple[dict[str, Tensor], float]:
+        rank = mesh["data"].rank
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        settler = Managed.of(model).settler
+        for _ in range(2):  # the second window starts afresh
+            settler.start_count()
+            model.zero_grad()
+            for step, count in enumerate(counts):
+                with nullcontext() if window == "final" else shardwise.no_sync(model, reduce=window == "reduce"):
+                    (loss_of(model, rows(rank, step)) * count[rank]).backward()
+                settler.add_count(count[rank])
+            norm = float(shardwise.clip_grad_norm_(model, math.inf))
+        grads = shardwise.full_gradients(model)
+        loss_of(model, rows(rank)).backward()
+        with pytest.raises(StateError, match="divided by their count already"):
+            settler.settle()
+        return grads, norm
+
+    plain = make_model()
+    for step, count in enumerate(counts):
+        for rank in range(2):
+            (loss_of(plain, rows(rank, step)) * count[rank] / 9).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for grads, norm in run2(body):
+        assert_close(grads, expected)
+        assert norm == pytest.approx(math.sqrt(sum(float(g.pow(2).sum()) for g in expected.values() if g is not None)))
+
+
+def test_window_whose_count_is_0_is_an_error_on_all_ranks() -> None:
+    def body(mesh: Mesh) -> None:
+        model = shardwise.shard(make_model(), mesh, stage=1)
+        Managed.of(model).settler.start_count()
+        loss_of(model, rows(0)).backward()
+        with pytest.raises(StateError, match="count of the whole window is 0"):
+            shardwise.clip_grad_norm_(model, 1.0)
+
+    run2(body)
+
+
+@all_stages
 def test_verbs_of_a_bucket_wait_for_each_other(stage: int) -> None:
     def body(mesh: Mesh) -> None:
         probe = Instruments("late")

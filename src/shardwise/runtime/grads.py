@@ -82,8 +82,8 @@ class GradBuffers:
         """Whether a final gradient is there."""
         return self._has_result
 
-    def accumulate(self, slot: Slot, grad: Tensor) -> None:
-        """Copy (or add) one parameter's local gradient into its place."""
+    def accumulate(self, slot: Slot, grad: Tensor, factor: float = 1.0) -> None:
+        """Copy (or add) ``factor`` times one parameter's local gradient into its place."""
         if self.state is GradState.REDUCING:
             self.wait()
         slab = self._target()
@@ -91,9 +91,11 @@ class GradBuffers:
         view = self._view(slab, slot)
         self.site.lanes.on_compute(writes=[view])
         if slot.index in self._written:
-            view.add_(grad)
+            view.add_(grad, alpha=factor)
         else:
             view.copy_(grad)
+            if factor != 1.0:
+                view.mul_(factor)
             self._written.add(slot.index)
         self.arrived.add(slot.index)
         self.pending.add(slot.index)

@@ -21,18 +21,19 @@ from shardwise.runtime.journal import Journal
 __all__ = ["Agreement", "Record"]
 
 _BITS = 62  # flags per int64 word
-_HEADER = 3
+_HEADER = 4
 _TEXT_BYTES = 16_384
 _MASK = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank says before a step."""
+    """What one rank says before a step; ``count`` is that of its samples or tokens, less than 0 if nobody counts."""
 
     step: int
     digest: int
     order: int
+    count: float
     norms: tuple[float, ...]
     arrived: tuple[bool, ...]
     waiting: tuple[bool, ...]
@@ -45,7 +46,8 @@ class Record:
             sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag)
             for start in range(0, len(flags), _BITS)
         ]
-        head = torch.tensor([self.step, self.digest, self.order, *words], dtype=torch.int64)
+        count = int(torch.tensor(self.count, dtype=torch.float64).view(torch.int64))
+        head = torch.tensor([self.step, self.digest, self.order, count, *words], dtype=torch.int64)
         return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
     def unpack(self, words: Sequence[int]) -> "Record":
@@ -60,6 +62,7 @@ class Record:
             step=words[0],
             digest=words[1],
             order=words[2],
+            count=float(torch.tensor(words[3], dtype=torch.int64).view(torch.float64)),
             norms=tuple(norms.tolist()),
             arrived=arrived,
             waiting=waiting,

@@ -60,6 +60,7 @@ class Runtime:
 
     Attributes:
         window: what the next backward does with its gradients.
+        factor: what the next backward's gradients are multiplied by as they arrive.
         num_steps: optimizer steps seen, skipped ones included.
         grads_version: changes whenever gradients do; results computed from them carry it.
         late_here: units that turned out late on this rank; the next record tells the others.
@@ -71,6 +72,7 @@ class Runtime:
         self.scaler = scaler
         self.schedule = schedule
         self.window = Window.FINAL
+        self.factor = 1.0
         self.num_steps = 0
         self.grads_version = 0
         self.late_here: frozenset[int] = frozenset()
@@ -155,8 +157,7 @@ class Runtime:
         """Autograd finished one parameter's gradient (None: its function returned none)."""
         bucket = unit.buckets[number]
         if grad is not None:
-            bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad)
-            self.grads_version += 1
+            bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad, self.factor)
             self._running().reduces = True
         unit.delivered.add((number, slot))
         self._free_if_over(unit)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.errors import StateError
 from shardwise.numerics.norm import combine_norms, fast_norms, scaled_norm
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.record import Agreement, Record
@@ -42,12 +43,22 @@ class Settler:
         self._runtime = runtime
         self.agreement = agreement
         self._last: Settlement | None = None
+        self._count = -1.0
+        self._averaged = False
+
+    def start_count(self) -> None:
+        """From here on gradients are sums, to be divided by what ``add_count`` gets on all ranks; a window begins."""
+        self._count, self._averaged = 0.0, False
+
+    def add_count(self, count: float) -> None:
+        """Add the number of samples or tokens whose summed loss goes backward."""
+        self._count += count
 
     def settle(self) -> Settlement:
         """Finish the window and exchange the step's record; a second call with the same gradients is free.
 
         Raises:
-            StateError: a backward is running or failed.
+            StateError: a backward is running or failed, or the gradients were divided by a count and then grew.
             RankMismatchError: ranks did unlike things since the start; on every rank.
         """
         runtime = self._runtime
@@ -68,6 +79,8 @@ class Settler:
         if not late <= runtime.schedule.late:
             runtime.schedule = runtime.schedule.with_late(late)
         norm = combine_norms([combine_norms(record.norms) for record in records])
+        if all(record.count >= 0 for record in records):
+            norm *= self._divide_by_count(math.fsum(record.count for record in records), len(records))
         first = None
         if not math.isfinite(norm):
             norm, first = self._look_closer(2.0)
@@ -89,16 +102,32 @@ class Settler:
     def clip(self, factor: float) -> None:
         """Multiply the settled gradients by ``factor``; the settlement's norm follows."""
         settlement = self.settle()
-        for bucket in self._settled():
-            owned = bucket.trainable_grads.owned
-            self._runtime.means.lanes.on_compute(writes=[owned])
-            owned.mul_(factor)
+        self._scale(factor)
         self._last = Settlement(
             grads_version=settlement.grads_version,
             norm=settlement.norm * factor,
             first_nonfinite=settlement.first_nonfinite,
             arrived=settlement.arrived,
         )
+
+    def _divide_by_count(self, total: float, num_ranks: int) -> float:
+        """Turn means over ranks into sums over ranks, divided by the count; return the factor."""
+        if self._averaged:
+            raise StateError(
+                "gradients were divided by their count already (by a norm, a clip or an accessor) and then grew: call "
+                "zero_grad() first, or look at gradients at the end of the window only"
+            )
+        if total <= 0:
+            raise StateError("the count of the whole window is 0 on all ranks: there is nothing to average")
+        self._averaged = True
+        self._scale(num_ranks / total)
+        return num_ranks / total
+
+    def _scale(self, factor: float) -> None:
+        for bucket in self._settled():
+            owned = bucket.trainable_grads.owned
+            self._runtime.means.lanes.on_compute(writes=[owned])
+            owned.mul_(factor)
 
     def _records(self) -> list[Record]:
         """Exchange what this rank has to say with all ranks.
@@ -111,6 +140,7 @@ class Settler:
             step=runtime.num_steps,
             digest=runtime.means.journal.digest,
             order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
+            count=self._count,
             norms=(),
             arrived=tuple(slot.index in half.arrived for half in grads for slot in half.site.layout.slots),
             waiting=tuple(half.has_local for half in grads),
