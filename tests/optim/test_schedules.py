@@ -18,6 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 import shardwise
 from shardwise import ConfigError, StateError
 from shardwise.comm.base import Mesh
+from shardwise.config.model import (
+    OneCycleConfig,
+    RangeTestConfig,
+    WarmupConfig,
+    WarmupCosineConfig,
+    WarmupDecayConfig,
+)
 from shardwise.optim.schedules import (
     SCHEDULES,
     LRRangeTest,
@@ -70,7 +77,7 @@ def close(expected: list[float]) -> Any:
 
 @pytest.mark.parametrize("steps", [2, 3, 10, 25])
 def test_warmup_rises_with_the_logarithm_of_the_update(steps: int) -> None:
-    scheduler = WarmupLR(make_optimizer(), warmup_min_lr=1e-4, warmup_max_lr=2e-3, warmup_num_steps=steps)
+    scheduler = WarmupLR(make_optimizer(), min_lr=1e-4, max_lr=2e-3, num_warmup_steps=steps)
     expected = [1e-4 + 1.9e-3 * min(1.0, math.log(max(k, 1), steps)) for k in range(NUM_UPDATES)]
     assert rates(scheduler) == close(expected)
     assert max(expected) >= expected[2] > expected[1] == expected[0]
@@ -78,19 +85,19 @@ def test_warmup_rises_with_the_logarithm_of_the_update(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [2, 3, 10, 25])
 def test_linear_warmup_rises_along_a_line_that_begins_at_the_second_update(steps: int) -> None:
-    scheduler = WarmupLR(make_optimizer(), 1e-4, 2e-3, warmup_num_steps=steps, warmup_type="linear")
+    scheduler = WarmupLR(make_optimizer(), 1e-4, 2e-3, num_warmup_steps=steps, shape="linear")
     assert rates(scheduler) == close(np.interp(range(NUM_UPDATES), [1, steps + 1], [1e-4, 2e-3]).tolist())
 
 
 def test_warmup_of_one_update_takes_two() -> None:
-    one, two = (WarmupLR(make_optimizer(), warmup_num_steps=steps) for steps in (1, 2))
+    one, two = (WarmupLR(make_optimizer(), num_warmup_steps=steps) for steps in (1, 2))
     assert rates(one) == rates(two) == [0.0, 0.0] + [BASE_LR] * (NUM_UPDATES - 2)
 
 
 @pytest.mark.parametrize("cls", [WarmupLR, WarmupDecayLR])
 def test_warmup_without_a_maximum_rises_to_the_rate_of_each_group(cls: type[WarmupLR]) -> None:
-    options = {"total_num_steps": 50} if cls is WarmupDecayLR else {}
-    scheduler = cls(make_optimizer(lrs=(1e-2, 3e-4)), warmup_num_steps=10, **options)
+    options = {"total_steps": 50} if cls is WarmupDecayLR else {}
+    scheduler = cls(make_optimizer(lrs=(1e-2, 3e-4)), num_warmup_steps=10, **options)
     for _ in range(10):
         advance(scheduler)
     assert scheduler.get_last_lr() == close([1e-2, 3e-4])
@@ -137,7 +144,7 @@ def test_cycle_goes_up_and_down_along_two_lines(first: int, second: int) -> None
 
 
 def test_cycle_by_stairs_stands_still_between_them() -> None:
-    scheduler = OneCycle(make_optimizer(), 0.0, 1.0, 9, 20, cycle_first_stair_count=3, cycle_second_stair_count=4)
+    scheduler = OneCycle(make_optimizer(), 0.0, 1.0, 9, 20, rise_stairs=3, fall_stairs=4)
     up = [math.floor(k / 3) / 3 for k in range(10)]
     down = [math.floor((29 - k) / 5) / 4 for k in range(10, 30)]
     assert rates(scheduler, 30) == close(up + down)
@@ -145,7 +152,7 @@ def test_cycle_by_stairs_stands_still_between_them() -> None:
 
 def test_cycle_momentum_moves_against_the_rate_and_decays() -> None:
     scheduler = OneCycle(
-        make_optimizer(), 1e-4, 1e-3, 10, 20, decay_interval_steps=5, decay_lr_rate=0.5, decay_momentum_rate=-0.1
+        make_optimizer(), 1e-4, 1e-3, 10, 20, decay_interval=5, decay_rate=0.5, momentum_decay_rate=-0.1
     )
     found = momenta(scheduler)
     assert found[0] == 0.8  # DeepSpeed's first update
@@ -155,7 +162,7 @@ def test_cycle_momentum_moves_against_the_rate_and_decays() -> None:
 
 
 def test_cycle_rate_decays_hyperbolically() -> None:
-    scheduler = OneCycle(make_optimizer(), 1e-4, 1e-3, 10, 10, decay_interval_steps=5, decay_lr_rate=0.5)
+    scheduler = OneCycle(make_optimizer(), 1e-4, 1e-3, 10, 10, decay_interval=5, decay_rate=0.5)
     assert rates(scheduler)[20:] == close([1e-4 / (1 + 0.1 * (k - 20)) for k in range(20, NUM_UPDATES)])
 
 
@@ -176,8 +183,8 @@ def test_every_group_has_its_own_bounds() -> None:
         [0.1, 0.2],
         [1.0, 4.0],
         10,
-        cycle_min_momentum=[0.5, 0.6],
-        cycle_max_momentum=0.9,
+        min_momentum=[0.5, 0.6],
+        max_momentum=0.9,
     )
     for _ in range(5):
         advance(scheduler)
@@ -190,9 +197,9 @@ def test_every_group_has_its_own_bounds() -> None:
 def test_rate_held_in_a_tensor_is_changed_in_place(name: str) -> None:
     lr = torch.tensor(BASE_LR, dtype=torch.float64)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=lr)
-    total = {"total_num_steps": 20} if name == "warmup_cosine" else {}
-    scheduler = build_scheduler(name, {"warmup_num_steps": 10, **total}, optimizer)
-    plain = build_scheduler(name, {"warmup_num_steps": 10, **total}, make_optimizer())
+    total = {"total_steps": 20} if name == "warmup_cosine" else {}
+    scheduler = build_scheduler(name, {"num_warmup_steps": 10, **total}, optimizer)
+    plain = build_scheduler(name, {"num_warmup_steps": 10, **total}, make_optimizer())
     assert optimizer.param_groups[0]["lr"] is lr
     assert rates(scheduler, 15) == pytest.approx(rates(plain, 15), rel=1e-12)
 
@@ -257,12 +264,10 @@ def test_momenta_are_those_recorded_from_deepspeed() -> None:
 
 
 def test_decay_by_its_deepspeed_name_has_the_default_maximum_of_deepspeed() -> None:
-    options = {"total_num_steps": 40, "warmup_num_steps": 10}
-    by_name = {
-        name: build_scheduler(name, options, make_optimizer(lrs=(0.5,))) for name in ("WarmupDecayLR", "warmup_decay")
-    }
-    assert max(rates(by_name["WarmupDecayLR"])) == close(1e-3)
-    assert max(rates(by_name["warmup_decay"])) == close(0.5)
+    theirs = {"total_num_steps": 40, "warmup_num_steps": 10}
+    ours = {"total_steps": 40, "num_warmup_steps": 10}
+    assert max(rates(build_scheduler("WarmupDecayLR", theirs, make_optimizer(lrs=(0.5,))))) == close(1e-3)
+    assert max(rates(build_scheduler("warmup_decay", ours, make_optimizer(lrs=(0.5,))))) == close(0.5)
 
 
 def options_near(name: str) -> list[dict[str, Any]]:
@@ -363,33 +368,33 @@ def test_missing_option_is_named_as_the_user_writes_it(name: str) -> None:
         ("warmup_cosin", {}, "unknown name 'warmup_cosin' .nearest: 'warmup_cosine'"),
         ("os.system", {}, "unknown name 'os.system'"),
         ("StepLR", {"step_size": 3}, "unknown name 'StepLR'"),
-        ("warmup", {"warmup_steps": 3}, "warmup: unknown option 'warmup_steps' .nearest: 'warmup_num_steps'"),
+        ("warmup", {"num_warmup_step": 3}, "warmup: unknown option 'num_warmup_step' .nearest: 'num_warmup_steps'"),
         ("lr_range_test", {"lr_range_test_min_lr": 1}, "unknown option 'lr_range_test_min_lr' .nearest: 'min_lr'"),
         ("LRRangeTest", {"min_lr": 1}, "LRRangeTest: unknown option 'min_lr' .nearest: 'lr_range_test_min_lr'"),
-        ("warmup", {"warmup_num_steps": 0}, "warmup: warmup_num_steps must be a whole number, at least 1, got 0"),
-        ("warmup", {"warmup_num_steps": -3}, "warmup_num_steps must be"),
-        ("warmup", {"warmup_num_steps": 2.5}, "warmup_num_steps must be"),
-        ("warmup", {"warmup_num_steps": True}, "warmup_num_steps must be"),
-        ("warmup", {"warmup_num_steps": "auto"}, "warmup_num_steps must be a whole number, at least 1, got 'auto'"),
-        ("warmup", {"warmup_min_lr": -1.0}, "warmup_min_lr must be a finite number and at least 0, got -1"),
-        ("warmup", {"warmup_max_lr": math.nan}, "warmup_max_lr must be"),
-        ("warmup", {"warmup_max_lr": [1e-3, 1e-3]}, "one for each of 1 parameter groups, got"),
-        ("warmup", {"warmup_type": "cubic"}, "warmup_type must be 'log' or 'linear', got 'cubic'"),
-        ("warmup_decay", {"total_num_steps": 9, "warmup_num_steps": 10}, "warmup_decay: total_num_steps is 9, but"),
-        ("warmup_decay", {"total_num_steps": 9}, "the warm-up alone takes 1000"),
-        ("warmup_cosine", {"total_num_steps": 9, "warmup_num_steps": 10}, "total_num_steps is 9, but"),
-        ("warmup_cosine", {"total_num_steps": 0, "warmup_num_steps": 10}, "total_num_steps must be"),
-        ("warmup_cosine", {"total_num_steps": 2000, "warmup_min_ratio": 1.5}, "at least 0 and at most 1, got 1.5"),
-        ("warmup_cosine", {"total_num_steps": 2000, "cos_min_ratio": -0.1}, "cos_min_ratio must be"),
-        ("lr_range_test", {"interval_steps": 0}, "interval_steps must be"),
-        ("lr_range_test", {"rate": -1}, "rate must be"),
+        ("warmup", {"num_warmup_steps": 0}, "warmup: num_warmup_steps must be a whole number, at least 1, got 0"),
+        ("warmup", {"num_warmup_steps": -3}, "num_warmup_steps must be"),
+        ("warmup", {"num_warmup_steps": 2.5}, "num_warmup_steps must be"),
+        ("warmup", {"num_warmup_steps": True}, "num_warmup_steps must be"),
+        ("warmup", {"num_warmup_steps": "auto"}, "num_warmup_steps must be a whole number, at least 1, got 'auto'"),
+        ("warmup", {"min_lr": -1.0}, "min_lr must be a finite number and at least 0, got -1"),
+        ("warmup", {"max_lr": math.nan}, "max_lr must be"),
+        ("warmup", {"max_lr": [1e-3, 1e-3]}, "one for each of 1 parameter groups, got"),
+        ("warmup", {"shape": "cubic"}, "shape must be 'log' or 'linear', got 'cubic'"),
+        ("warmup_decay", {"total_steps": 9, "num_warmup_steps": 10}, "warmup_decay: total_steps is 9, but"),
+        ("warmup_decay", {"total_steps": 9}, "the warm-up alone takes 1000"),
+        ("warmup_cosine", {"total_steps": 9, "num_warmup_steps": 10}, "total_steps is 9, but"),
+        ("warmup_cosine", {"total_steps": 0, "num_warmup_steps": 10}, "total_steps must be"),
+        ("warmup_cosine", {"total_steps": 2000, "min_ratio": 1.5}, "at least 0 and at most 1, got 1.5"),
+        ("warmup_cosine", {"total_steps": 2000, "end_ratio": -0.1}, "end_ratio must be"),
+        ("lr_range_test", {"interval": 0}, "interval must be"),
+        ("lr_range_test", {"growth": -1}, "growth must be"),
         ("lr_range_test", {"staircase": "yes"}, "staircase must be true or false, got 'yes'"),
-        ("one_cycle", {"cycle_min_lr": 1, "cycle_max_lr": "1"}, "cycle_max_lr must be a finite number"),
-        ("one_cycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_num_steps": 0}, "cycle_first_num_steps"),
-        ("one_cycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_second_num_steps": -1}, "cycle_second_num_steps"),
-        ("one_cycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_stair_count": -1}, "cycle_first_stair_count"),
-        ("one_cycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_interval_steps": -1}, "decay_interval_steps"),
-        ("one_cycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_momentum": 1.0}, "at least 0 and below 1, got"),
+        ("one_cycle", {"min_lr": 1, "max_lr": "1"}, "max_lr must be a finite number"),
+        ("one_cycle", {"min_lr": 0, "max_lr": 1, "num_rise_steps": 0}, "num_rise_steps"),
+        ("one_cycle", {"min_lr": 0, "max_lr": 1, "num_fall_steps": -1}, "num_fall_steps"),
+        ("one_cycle", {"min_lr": 0, "max_lr": 1, "rise_stairs": -1}, "rise_stairs"),
+        ("one_cycle", {"min_lr": 0, "max_lr": 1, "decay_interval": -1}, "decay_interval"),
+        ("one_cycle", {"min_lr": 0, "max_lr": 1, "max_momentum": 1.0}, "at least 0 and below 1, got"),
     ],
 )
 def test_wrong_value_is_refused_before_the_optimizer_is_touched(
@@ -434,7 +439,7 @@ def test_resumed_schedule_goes_on_as_if_never_stopped(name: str, taken: int) -> 
 
 
 def test_resumed_schedule_keeps_the_options_it_was_built_with() -> None:
-    short, long = (WarmupDecayLR(make_optimizer(), total, warmup_num_steps=5) for total in (10, 100))
+    short, long = (WarmupDecayLR(make_optimizer(), total, num_warmup_steps=5) for total in (10, 100))
     for _ in range(9):
         advance(short)
     long.load_state_dict(short.state_dict())
@@ -493,9 +498,9 @@ def train(
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["warmup_cosine", "one_cycle"])
 def test_sharded_optimizer_follows_the_schedule_like_a_plain_one(name: str, stage: int) -> None:
-    options: dict[str, Any] = {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_type": "linear"}
+    options: dict[str, Any] = {"total_steps": 6, "num_warmup_steps": 3, "shape": "linear"}
     if name == "one_cycle":
-        options = {"cycle_min_lr": [0.01, 0.002], "cycle_max_lr": [0.1, 0.02], "cycle_first_num_steps": 2}
+        options = {"min_lr": [0.01, 0.002], "max_lr": [0.1, 0.02], "num_rise_steps": 2}
     plain, history = train(make_model(), lambda optimizer: build_scheduler(name, options, optimizer), None, stage)
     moved = {key: not torch.equal(value, make_model().state_dict()[key]) for key, value in plain.items()}
     assert all(moved.values())
@@ -506,3 +511,11 @@ def test_sharded_optimizer_follows_the_schedule_like_a_plain_one(name: str, stag
         assert own_history == history
         for key, value in plain.items():
             torch.testing.assert_close(params[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_options_are_the_fields_of_the_native_configuration() -> None:
+    fields = {
+        section.model_fields["name"].annotation.__args__[0]: set(section.model_fields) - {"name"}  # type: ignore[union-attr]
+        for section in (WarmupConfig, WarmupDecayConfig, WarmupCosineConfig, RangeTestConfig, OneCycleConfig)
+    }
+    assert fields == {name: set(entry.options) for name, entry in SCHEDULES.items()}

@@ -37,6 +37,7 @@ import shardwise
 from shardwise.comm.process_group import mesh_from
 from shardwise.comm.recording import record
 from shardwise.data import Corpus, batch, load_stdlib
+from shardwise.environment import set_default
 from shardwise.models.gpt import GPT, Block, GPTConfig, loss
 
 __all__ = ["demo"]
@@ -259,7 +260,7 @@ def _use_loopback() -> None:
     names = {name for _, name in socket.if_nameindex()}
     for name in ("lo", "lo0"):
         if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            set_default("GLOO_SOCKET_IFNAME", name)
 
 
 def _run_stage(job: _Job, tell_step: Callable[[int, int, float], None]) -> _StageResult:

@@ -18,13 +18,13 @@ _CYCLED_BETA2 = 0.99  # what DeepSpeed gives every group whose momentum it cycle
 
 
 class LRRangeTest(ClosedForm):
-    """Raise the rate steadily, to find where training diverges: ``min_lr * (1 + rate * step / interval_steps)``.
+    """Raise the rate steadily, to find where training diverges: ``min_lr * (1 + growth * step / interval)``.
 
     Args:
         optimizer: any torch optimizer.
         min_lr: rate of the first update; one number or one per group.
-        interval_steps: updates in which the factor grows by ``rate``.
-        rate: growth per interval.
+        interval: updates in which the factor grows by ``growth``.
+        growth: rise per interval, as a fraction of ``min_lr``.
         staircase: grow at the end of every interval only.
 
     Raises:
@@ -37,21 +37,21 @@ class LRRangeTest(ClosedForm):
         self,
         optimizer: Optimizer,
         min_lr: PerGroup = 1e-3,
-        interval_steps: int = 2000,
-        rate: float = 1.0,
+        interval: int = 2000,
+        growth: float = 1.0,
         staircase: bool = False,
     ) -> None:
-        check = OptionChecker("lr_range_test", optimizer)
+        check = OptionChecker.of_schedule("lr_range_test", optimizer)
         self.min_lrs = check.per_group("min_lr", min_lr)
-        self.interval_steps = check.count("interval_steps", interval_steps, least=1)
-        self.rate = check.number("rate", rate, least=0.0)
+        self.interval = check.count("interval", interval, least=1)
+        self.growth = check.number("growth", growth, least=0.0)
         self.staircase = check.flag("staircase", staircase)
         super().__init__(optimizer)
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
         """Return the rate of every group."""
-        intervals = step // self.interval_steps if self.staircase else step / self.interval_steps
-        return [min_lr * (1 + self.rate * intervals) for min_lr in self.min_lrs]
+        intervals = step // self.interval if self.staircase else step / self.interval
+        return [min_lr * (1 + self.growth * intervals) for min_lr in self.min_lrs]
 
 
 class OneCycle(ClosedForm):
@@ -62,18 +62,18 @@ class OneCycle(ClosedForm):
 
     Args:
         optimizer: any torch optimizer.
-        cycle_min_lr: rate at both ends of the cycle; one number or one per group.
-        cycle_max_lr: rate at the top.
-        cycle_first_num_steps: updates from the bottom to the top.
-        cycle_second_num_steps: updates from the top to the bottom; None takes those of the first half.
-        cycle_first_stair_count: number of stairs in the first half, 0 for a straight line.
-        cycle_second_stair_count: the same of the second half; None takes that of the first.
-        decay_interval_steps: updates in which the decay's denominator grows by its rate; 0 switches the decay off.
-        decay_lr_rate: after the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``.
+        min_lr: rate at both ends of the cycle; one number or one per group.
+        max_lr: rate at the top.
+        num_rise_steps: updates from the bottom to the top.
+        num_fall_steps: updates from the top to the bottom; None takes those of the first half.
+        rise_stairs: number of stairs in the first half, 0 for a straight line.
+        fall_stairs: the same of the second half; None takes that of the first.
+        decay_interval: updates in which the decay's denominator grows by its rate; 0 switches the decay off.
+        decay_rate: after the cycle the rate is ``min_lr / (1 + decay_rate * intervals)``.
         cycle_momentum: move the momentum too. Without ``betas`` in the optimizer this warns and does nothing.
-        cycle_min_momentum: momentum at the top; one number or one per group.
-        cycle_max_momentum: momentum at both ends.
-        decay_momentum_rate: after the cycle the momentum is ``cycle_max_momentum * (1 + rate * intervals)``.
+        min_momentum: momentum at the top; one number or one per group.
+        max_momentum: momentum at both ends.
+        momentum_decay_rate: after the cycle the momentum is ``max_momentum * (1 + rate * intervals)``.
 
     Raises:
         ConfigError: a value is out of range.
@@ -84,37 +84,37 @@ class OneCycle(ClosedForm):
     def __init__(
         self,
         optimizer: Optimizer,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        cycle_first_num_steps: int = 2000,
-        cycle_second_num_steps: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_interval_steps: int = 0,
-        decay_lr_rate: float = 0.0,
+        min_lr: PerGroup,
+        max_lr: PerGroup,
+        num_rise_steps: int = 2000,
+        num_fall_steps: int | None = None,
+        rise_stairs: int = 0,
+        fall_stairs: int | None = None,
+        decay_interval: int = 0,
+        decay_rate: float = 0.0,
         cycle_momentum: bool = True,
-        cycle_min_momentum: PerGroup = 0.8,
-        cycle_max_momentum: PerGroup = 0.9,
-        decay_momentum_rate: float = 0.0,
+        min_momentum: PerGroup = 0.8,
+        max_momentum: PerGroup = 0.9,
+        momentum_decay_rate: float = 0.0,
     ) -> None:
-        check = OptionChecker("one_cycle", optimizer)
-        self.min_lrs = check.per_group("cycle_min_lr", cycle_min_lr)
-        self.max_lrs = check.per_group("cycle_max_lr", cycle_max_lr)
-        second_steps = cycle_first_num_steps if cycle_second_num_steps is None else cycle_second_num_steps
-        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        check = OptionChecker.of_schedule("one_cycle", optimizer)
+        self.min_lrs = check.per_group("min_lr", min_lr)
+        self.max_lrs = check.per_group("max_lr", max_lr)
+        second_steps = num_rise_steps if num_fall_steps is None else num_fall_steps
+        second_stairs = rise_stairs if fall_stairs is None else fall_stairs
         self.num_steps = (
-            check.count("cycle_first_num_steps", cycle_first_num_steps, least=1),
-            check.count("cycle_second_num_steps", second_steps, least=0),
+            check.count("num_rise_steps", num_rise_steps, least=1),
+            check.count("num_fall_steps", second_steps, least=0),
         )
         self.stair_counts = (
-            check.count("cycle_first_stair_count", cycle_first_stair_count, least=0),
-            check.count("cycle_second_stair_count", second_stairs, least=0),
+            check.count("rise_stairs", rise_stairs, least=0),
+            check.count("fall_stairs", second_stairs, least=0),
         )
-        self.decay_interval_steps = check.count("decay_interval_steps", decay_interval_steps, least=0)
-        self.decay_lr_rate = check.number("decay_lr_rate", decay_lr_rate, least=0.0)
-        self.decay_momentum_rate = check.number("decay_momentum_rate", decay_momentum_rate)
-        self.min_momenta = check.per_group("cycle_min_momentum", cycle_min_momentum, below=1.0)
-        self.max_momenta = check.per_group("cycle_max_momentum", cycle_max_momentum, below=1.0)
+        self.decay_interval = check.count("decay_interval", decay_interval, least=0)
+        self.decay_rate = check.number("decay_rate", decay_rate, least=0.0)
+        self.momentum_decay_rate = check.number("momentum_decay_rate", momentum_decay_rate)
+        self.min_momenta = check.per_group("min_momentum", min_momentum, below=1.0)
+        self.max_momenta = check.per_group("max_momentum", max_momentum, below=1.0)
         self.cycle_momentum = check.flag("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and "betas" not in optimizer.defaults:
             warnings.warn(
@@ -137,7 +137,7 @@ class OneCycle(ClosedForm):
         if step <= sum(self.num_steps):
             height = self._height(step)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [low / (1 + self.decay_lr_rate * self._decay_intervals(step)) for low in self.min_lrs]
+        return [low / (1 + self.decay_rate * self._decay_intervals(step)) for low in self.min_lrs]
 
     def momenta_at(self, step: int) -> list[float]:
         """Return the first momentum coefficient of every group."""
@@ -146,7 +146,7 @@ class OneCycle(ClosedForm):
         if step <= sum(self.num_steps):
             height = self._height(step)
             return [high - (high - low) * height for low, high in zip(self.min_momenta, self.max_momenta, strict=True)]
-        return [high * (1 + self.decay_momentum_rate * self._decay_intervals(step)) for high in self.max_momenta]
+        return [high * (1 + self.momentum_decay_rate * self._decay_intervals(step)) for high in self.max_momenta]
 
     def _height(self, step: int) -> float:
         """How far up the cycle is, from 0 to 1."""
@@ -163,4 +163,4 @@ class OneCycle(ClosedForm):
         return place / (first / total) if rising else (place - 1.0) / (first / total - 1.0)
 
     def _decay_intervals(self, step: int) -> float:
-        return (step - sum(self.num_steps)) / self.decay_interval_steps if self.decay_interval_steps else 0.0
+        return (step - sum(self.num_steps)) / self.decay_interval if self.decay_interval else 0.0

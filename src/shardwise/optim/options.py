@@ -21,14 +21,19 @@ class OptionChecker:
 
     Args:
         owner: whose options these are, as the user writes it.
-        optimizer: what they are for; its groups are counted.
+        num_groups: parameter groups of the optimizer they are for.
     """
 
-    def __init__(self, owner: str, optimizer: Optimizer) -> None:
+    def __init__(self, owner: str, num_groups: int = 1) -> None:
+        self._owner = owner
+        self._num_groups = num_groups
+
+    @classmethod
+    def of_schedule(cls, owner: str, optimizer: object) -> "OptionChecker":
+        """Return a checker for the options of a schedule that moves ``optimizer``."""
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{owner}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self._owner = owner
-        self._num_groups = len(optimizer.param_groups)
+        return cls(owner, len(optimizer.param_groups))
 
     def number(
         self, name: str, value: object, *, least: float = -math.inf, most: float = math.inf, below: float = math.inf
@@ -50,6 +55,13 @@ class OptionChecker:
             return [self.number(name, each, least=0.0, below=below) for each in value]
         return [self.number(name, value, least=0.0, below=below)] * self._num_groups
 
+    def pair(self, name: str, value: object, *, least: float, below: float) -> tuple[float, float]:
+        """Return two numbers."""
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            self._refuse(name, "two numbers", value)
+        first, second = (self.number(name, each, least=least, below=below) for each in value)
+        return first, second
+
     def count(self, name: str, value: object, *, least: int) -> int:
         """Return a whole number; 1e3, as JSON may write it, is one."""
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -70,13 +82,13 @@ class OptionChecker:
         return value
 
     def whole_training(self, total: object, warmup: object) -> int:
-        """Return ``total_num_steps``, which is not smaller than ``warmup_num_steps``."""
-        total_steps = self.count("total_num_steps", total, least=1)
-        warmup_steps = self.count("warmup_num_steps", warmup, least=1)
+        """Return ``total_steps``, which is not smaller than ``num_warmup_steps``."""
+        total_steps = self.count("total_steps", total, least=1)
+        warmup_steps = self.count("num_warmup_steps", warmup, least=1)
         if total_steps < warmup_steps:
             raise ConfigError(
-                f"{self._owner}: total_num_steps is {total_steps}, but the warm-up alone takes {warmup_steps} "
-                "(warmup_num_steps); lengthen the training or shorten the warm-up"
+                f"{self._owner}: total_steps is {total_steps}, but the warm-up alone takes {warmup_steps} "
+                "(num_warmup_steps); lengthen the training or shorten the warm-up"
             )
         return total_steps
 

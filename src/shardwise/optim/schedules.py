@@ -48,58 +48,63 @@ class ScheduleEntry:
     deepspeed_defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def _same(*names: str) -> Mapping[str, str]:
-    return MappingProxyType({name: name for name in names})
+def _options(**names: str) -> Mapping[str, str]:
+    return MappingProxyType(names)
 
+
+_WARMUP = _options(num_warmup_steps="warmup_num_steps", shape="warmup_type")
+_BOUNDS = _options(min_lr="warmup_min_lr", max_lr="warmup_max_lr")
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
         "lr_range_test": ScheduleEntry(
             make=LRRangeTest,
             deepspeed_name="LRRangeTest",
-            options=MappingProxyType(
-                {
-                    "min_lr": "lr_range_test_min_lr",
-                    "interval_steps": "lr_range_test_step_size",
-                    "rate": "lr_range_test_step_rate",
-                    "staircase": "lr_range_test_staircase",
-                }
+            options=_options(
+                min_lr="lr_range_test_min_lr",
+                interval="lr_range_test_step_size",
+                growth="lr_range_test_step_rate",
+                staircase="lr_range_test_staircase",
             ),
         ),
         "one_cycle": ScheduleEntry(
             make=OneCycle,
             deepspeed_name="OneCycle",
-            options=MappingProxyType(
-                {
-                    **_same("cycle_min_lr", "cycle_max_lr", "cycle_first_stair_count", "cycle_second_stair_count"),
-                    **_same("decay_lr_rate", "cycle_momentum"),
-                    "cycle_first_num_steps": "cycle_first_step_size",
-                    "cycle_second_num_steps": "cycle_second_step_size",
-                    "decay_interval_steps": "decay_step_size",
-                    "cycle_min_momentum": "cycle_min_mom",
-                    "cycle_max_momentum": "cycle_max_mom",
-                    "decay_momentum_rate": "decay_mom_rate",
-                }
+            options=_options(
+                min_lr="cycle_min_lr",
+                max_lr="cycle_max_lr",
+                num_rise_steps="cycle_first_step_size",
+                num_fall_steps="cycle_second_step_size",
+                rise_stairs="cycle_first_stair_count",
+                fall_stairs="cycle_second_stair_count",
+                decay_interval="decay_step_size",
+                decay_rate="decay_lr_rate",
+                cycle_momentum="cycle_momentum",
+                min_momentum="cycle_min_mom",
+                max_momentum="cycle_max_mom",
+                momentum_decay_rate="decay_mom_rate",
             ),
-            required=("cycle_min_lr", "cycle_max_lr"),
+            required=("min_lr", "max_lr"),
         ),
         "warmup": ScheduleEntry(
             make=WarmupLR,
             deepspeed_name="WarmupLR",
-            options=_same("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
+            options=_options(**_BOUNDS, **_WARMUP),
         ),
         "warmup_decay": ScheduleEntry(
             make=WarmupDecayLR,
             deepspeed_name="WarmupDecayLR",
-            options=_same("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-            required=("total_num_steps",),
-            deepspeed_defaults=MappingProxyType({"warmup_max_lr": 1e-3}),
+            options=_options(total_steps="total_num_steps", **_BOUNDS, **_WARMUP),
+            required=("total_steps",),
+            deepspeed_defaults=MappingProxyType({"max_lr": 1e-3}),
         ),
         "warmup_cosine": ScheduleEntry(
             make=WarmupCosineLR,
             deepspeed_name="WarmupCosineLR",
-            options=_same("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
-            required=("total_num_steps",),
+            options=_options(
+                total_steps="total_num_steps", min_ratio="warmup_min_ratio", end_ratio="cos_min_ratio", **_WARMUP
+            ),
+            required=("total_steps",),
         ),
     }
 )

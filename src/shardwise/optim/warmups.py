@@ -24,8 +24,8 @@ class _Warmup:
 
     @classmethod
     def checked(cls, check: OptionChecker, num_steps: int, shape: str) -> "_Warmup":
-        num_steps = check.count("warmup_num_steps", num_steps, least=1)
-        return cls(max(2, num_steps), check.choice("warmup_type", shape, ("log", "linear")))
+        num_steps = check.count("num_warmup_steps", num_steps, least=1)
+        return cls(max(2, num_steps), check.choice("shape", shape, ("log", "linear")))
 
     def at(self, index: int) -> float:
         """Return the height at DeepSpeed's index; see [Note: step 0]."""
@@ -39,10 +39,10 @@ class WarmupLR(ClosedForm):
 
     Args:
         optimizer: any torch optimizer.
-        warmup_min_lr: rate of the first two updates; one number or one per group.
-        warmup_max_lr: rate after the warm-up; None takes that of the optimizer's groups.
-        warmup_num_steps: updates of the warm-up.
-        warmup_type: ``"log"`` or ``"linear"``.
+        min_lr: rate of the first two updates; one number or one per group.
+        max_lr: rate after the warm-up; None takes that of the optimizer's groups.
+        num_warmup_steps: updates of the warm-up.
+        shape: ``"log"`` or ``"linear"``.
 
     Raises:
         ConfigError: a value is out of range.
@@ -55,15 +55,15 @@ class WarmupLR(ClosedForm):
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        min_lr: PerGroup = 0.0,
+        max_lr: PerGroup | None = None,
+        num_warmup_steps: int = 1000,
+        shape: str = "log",
     ) -> None:
-        check = OptionChecker(self._name, optimizer)
-        self.min_lrs = check.per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = None if warmup_max_lr is None else check.per_group("warmup_max_lr", warmup_max_lr)
-        self.warmup = _Warmup.checked(check, warmup_num_steps, warmup_type)
+        check = OptionChecker.of_schedule(self._name, optimizer)
+        self.min_lrs = check.per_group("min_lr", min_lr)
+        self.max_lrs = None if max_lr is None else check.per_group("max_lr", max_lr)
+        self.warmup = _Warmup.checked(check, num_warmup_steps, shape)
         super().__init__(optimizer)
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
@@ -77,15 +77,15 @@ class WarmupLR(ClosedForm):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Raise the rate from a minimum to a maximum, then lower it linearly to 0 at ``total_num_steps``.
+    """Raise the rate from a minimum to a maximum, then lower it linearly to 0 at ``total_steps``.
 
     Args:
         optimizer: any torch optimizer.
-        total_num_steps: updates of the whole training, the warm-up included.
-        warmup_min_lr: rate of the first two updates; one number or one per group.
-        warmup_max_lr: rate at the top; None takes that of the optimizer's groups.
-        warmup_num_steps: updates of the warm-up.
-        warmup_type: ``"log"`` or ``"linear"``.
+        total_steps: updates of the whole training, the warm-up included.
+        min_lr: rate of the first two updates; one number or one per group.
+        max_lr: rate at the top; None takes that of the optimizer's groups.
+        num_warmup_steps: updates of the warm-up.
+        shape: ``"log"`` or ``"linear"``.
 
     Raises:
         ConfigError: a value is out of range, or the warm-up is longer than the whole.
@@ -98,33 +98,35 @@ class WarmupDecayLR(WarmupLR):
     def __init__(
         self,
         optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        total_steps: int,
+        min_lr: PerGroup = 0.0,
+        max_lr: PerGroup | None = None,
+        num_warmup_steps: int = 1000,
+        shape: str = "log",
     ) -> None:
-        self.total_num_steps = OptionChecker(self._name, optimizer).whole_training(total_num_steps, warmup_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        self.total_steps = OptionChecker.of_schedule(self._name, optimizer).whole_training(
+            total_steps, num_warmup_steps
+        )
+        super().__init__(optimizer, min_lr, max_lr, num_warmup_steps, shape)
 
     def _gamma(self, index: int) -> float:
         if index < self.warmup.num_steps:
             return self.warmup.at(index)
-        return max(0.0, (self.total_num_steps - index) / max(1.0, self.total_num_steps - self.warmup.num_steps))
+        return max(0.0, (self.total_steps - index) / max(1.0, self.total_steps - self.warmup.num_steps))
 
 
 class WarmupCosineLR(ClosedForm):
     """Raise the optimizer's rates by a factor up to 1, then lower them along half a cosine.
 
-    The first update has rate 0, whatever ``warmup_min_ratio`` says; that is DeepSpeed's.
+    The first update has rate 0, whatever ``min_ratio`` says; that is DeepSpeed's.
 
     Args:
         optimizer: any torch optimizer; the rates of its groups are the highest ones.
-        total_num_steps: updates of the whole training, the warm-up included.
-        warmup_min_ratio: factor at which the warm-up begins, from 0 to 1.
-        warmup_num_steps: updates of the warm-up.
-        cos_min_ratio: factor at the end and after it, from 0 to 1.
-        warmup_type: ``"log"`` or ``"linear"``.
+        total_steps: updates of the whole training, the warm-up included.
+        min_ratio: factor at which the warm-up begins, from 0 to 1.
+        num_warmup_steps: updates of the warm-up.
+        end_ratio: factor at the end and after it, from 0 to 1.
+        shape: ``"log"`` or ``"linear"``.
 
     Raises:
         ConfigError: a value is out of range, or the warm-up is longer than the whole.
@@ -135,17 +137,17 @@ class WarmupCosineLR(ClosedForm):
     def __init__(
         self,
         optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 1e-4,
-        warmup_type: str = "log",
+        total_steps: int,
+        min_ratio: float = 0.0,
+        num_warmup_steps: int = 1000,
+        end_ratio: float = 1e-4,
+        shape: str = "log",
     ) -> None:
-        check = OptionChecker("warmup_cosine", optimizer)
-        self.total_num_steps = check.whole_training(total_num_steps, warmup_num_steps)
-        self.warmup = _Warmup.checked(check, warmup_num_steps, warmup_type)
-        self.warmup_min_ratio = check.number("warmup_min_ratio", warmup_min_ratio, least=0.0, most=1.0)
-        self.cos_min_ratio = check.number("cos_min_ratio", cos_min_ratio, least=0.0, most=1.0)
+        check = OptionChecker.of_schedule("warmup_cosine", optimizer)
+        self.total_steps = check.whole_training(total_steps, num_warmup_steps)
+        self.warmup = _Warmup.checked(check, num_warmup_steps, shape)
+        self.min_ratio = check.number("min_ratio", min_ratio, least=0.0, most=1.0)
+        self.end_ratio = check.number("end_ratio", end_ratio, least=0.0, most=1.0)
         super().__init__(optimizer)
 
     def lrs_at(self, step: int) -> list[float | Tensor]:
@@ -155,7 +157,7 @@ class WarmupCosineLR(ClosedForm):
 
     def _ratio(self, index: int) -> float:
         if index < self.warmup.num_steps:
-            return self.warmup_min_ratio + self.warmup.at(index) * (1.0 - self.warmup_min_ratio)
-        num_decays = max(1, self.total_num_steps - self.warmup.num_steps)
+            return self.min_ratio + self.warmup.at(index) * (1.0 - self.min_ratio)
+        num_decays = max(1, self.total_steps - self.warmup.num_steps)
         progress = min(1.0, (index - self.warmup.num_steps + 1) / num_decays)
-        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1 + math.cos(math.pi * progress)) / 2)
+        return self.end_ratio + (1.0 - self.end_ratio) * ((1 + math.cos(math.pi * progress)) / 2)
