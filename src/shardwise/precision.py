@@ -11,13 +11,15 @@ __all__ = ["LossScale", "Precision"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Dynamic loss scale for fp16: halve on overflow, double after ``growth_interval`` clean steps.
+    """Loss scale for fp16: halve on overflow, double after ``growth_interval`` clean steps; or one that is fixed.
 
     Attributes:
         initial: first scale; a power of two, so that scaling is exact.
         minimum: the scale never falls below; a further overflow there raises.
         growth_interval: number of steps without overflow before the scale doubles.
         hysteresis: number of overflows to bear before the scale is halved.
+        consecutive_hysteresis: a step without overflow restores the full hysteresis, not only growth does.
+        fixed: a scale that never changes, in place of all the others; overflows only skip their step. None: dynamic.
 
     Source: Micikevicius et al., arXiv:1710.03740, section 3.2.
     """
@@ -26,8 +28,12 @@ class LossScale:
     minimum: float = 1.0
     growth_interval: int = 1000
     hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    fixed: float | None = None
 
     def __post_init__(self) -> None:
+        if self.fixed is not None and not 0 < self.fixed < float("inf"):
+            raise ConfigError(f"loss scale: fixed must be a finite number above 0, got {self.fixed!r}")
         if not 0 < self.minimum <= self.initial or self.growth_interval < 1 or self.hysteresis < 1:
             raise ConfigError(f"loss scale: need 0 < minimum <= initial, growth_interval and hysteresis >= 1: {self}")
 

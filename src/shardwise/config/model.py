@@ -23,7 +23,9 @@ Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Betas = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 Steps = Annotated[int, Field(ge=0)]
+ZeroToThree = Annotated[int, Field(ge=0, le=3)]  # a Literal would take true for 1
 Rates = Rate | list[Rate]
 
 
@@ -87,7 +89,7 @@ class AdamConfig(_Optimizer):
     """``torch.optim.Adam``: the decay is added to the gradient."""
 
     name: Literal["adam"]
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    betas: Betas = Field(default_factory=lambda: [0.9, 0.999])
     """Decay of the first and second moment."""
     eps: Rate = 1e-8
     """Added to the root of the second moment."""
@@ -99,7 +101,7 @@ class AdamWConfig(_Optimizer):
     """``torch.optim.AdamW``: the decay is taken from the weights."""
 
     name: Literal["adamw"]
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    betas: Betas = Field(default_factory=lambda: [0.9, 0.999])
     """Decay of the first and second moment."""
     eps: Rate = 1e-8
     """Added to the root of the second moment."""
@@ -139,7 +141,7 @@ class LionConfig(_Optimizer):
     name: Literal["lion"]
     lr: Rate = 1e-4
     """Learning rate."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.99]
+    betas: Betas = Field(default_factory=lambda: [0.9, 0.99])
     """Weight of the momentum in the update, and its decay."""
 
 
@@ -297,7 +299,7 @@ class TrainConfig(Section):
 class Config(Section):
     """Everything that can be set. ``initialize`` reads all but the last three sections."""
 
-    stage: Literal[0, 1, 2, 3] = 3
+    stage: ZeroToThree = 3
     """ZeRO stage."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """Losses of ranks and micro-batches are averaged, or summed and divided by a count given to ``backward``."""

@@ -1,16 +1,41 @@
 """From what a user wrote to settings: every problem in one error, every value with its origin.
 
-A file is read into a ``Written`` (a native tree and where each key of it comes from) by the loader; ``resolve``
+A file is read into a ``Written`` (a native tree and where each key of it comes from) by ``configure.py``; ``resolve``
 validates it, completes the batch arithmetic and keeps the origins, so that ``--print-config`` can tell them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from shardwise.config.model import Config
+from shardwise.config.check import check
+from shardwise.config.contradictions import contradictions, remarks
+from shardwise.config.model import BatchConfig, Config
+from shardwise.config.words import leaves, show
+from shardwise.errors import ConfigError
 
-__all__ = ["Batch", "Resolved", "Written", "resolve"]
+__all__ = ["Batch", "Resolved", "Verdict", "VerdictFate", "Written", "resolve"]
+
+VerdictFate = Literal["same", "mapped", "no effect", "off", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What becomes of one key of a file written for another tool.
+
+    Attributes:
+        key: dotted, as written.
+        value: as written.
+        fate: "off" is a key of a feature that stays switched off; "no effect" is accepted with a reason.
+        target: native key, if it has one.
+        why: the reason, or what to do.
+    """
+
+    key: str
+    value: Any
+    fate: VerdictFate
+    target: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +43,28 @@ class Written:
     """What was written, in native names.
 
     Attributes:
-        tree: nested mappings, as in TOML.
+        tree: nested dicts, as in TOML.
+        source: what to call the whole in an error, such as a file's name.
+        dialect: "native" or "deepspeed".
         origins: dotted native key -> where it was written, such as "ds.json: zero_optimization.stage".
+        names: dotted native key -> the key to name in an error, where that is another one.
         notes: one line each: keys accepted without effect, and changed defaults.
         problems: what is wrong already; the error lists them with those of the values.
+        doubtful: native keys that were written, but wrongly, and are not in the tree.
+        needs_batch: whether the batch may not be left out.
+        verdicts: key by key, for ``shardwise explain``; empty for native settings.
     """
 
     tree: Mapping[str, Any]
+    source: str = "config"
+    dialect: Literal["native", "deepspeed"] = "native"
     origins: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    doubtful: frozenset[str] = frozenset()
+    needs_batch: bool = False
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +81,7 @@ class Resolved:
     """Settings that fit together.
 
     Attributes:
-        config: the validated tree, defaults filled in.
+        config: the validated tree, defaults filled in, the batch complete; ``clip_grad_norm`` is None when it is off.
         batch: complete batch arithmetic for ``num_ranks``.
         num_ranks: data-parallel ranks.
         origins: dotted key of every effective value -> where it comes from ("default" if nobody wrote it).
@@ -61,7 +98,83 @@ class Resolved:
 def resolve(written: Written, num_ranks: int) -> Resolved:
     """Validate, complete and explain.
 
+    Args:
+        written: what was read.
+        num_ranks: data-parallel ranks.
+
     Raises:
         ConfigError: lists every problem, unknown keys with the nearest valid one.
     """
-    raise NotImplementedError
+    if type(num_ranks) is not int or num_ranks < 1:
+        raise ConfigError(f"num_ranks: expected an integer >= 1, got {show(num_ranks)}")
+    checked = check(written.tree, written.names, written.doubtful)
+    problems = [*written.problems, *checked.problems]
+    config, batch = checked.config, None
+    problems += contradictions(config, written.tree, written.names, checked.broken)
+    if "batch" not in checked.broken:
+        batch = _complete(config.batch, num_ranks, written, problems)
+    if problems or batch is None:  # without a batch there is a problem
+        raise ConfigError(_listed(written.source, list(dict.fromkeys(problems))))
+    origins = _origins(config, batch, num_ranks, written)
+    config = config.model_copy(
+        update={
+            "clip_grad_norm": config.clip_grad_norm or None,
+            "batch": config.batch.model_copy(update=vars(batch)),
+        }
+    )
+    notes = (*written.notes, *remarks(config, written.names))
+    return Resolved(config=config, batch=batch, num_ranks=num_ranks, origins=origins, notes=notes)
+
+
+def _listed(source: str, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"{source}: {problems[0]}"
+    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
+
+
+def _complete(given: BatchConfig, num_ranks: int, written: Written, problems: list[str]) -> Batch | None:
+    """Compute what is not given; None when that is not possible, which becomes a problem."""
+    size, micro, accumulation = given.size, given.micro, given.accumulation
+    names = {name: written.names.get(f"batch.{name}", f"batch.{name}") for name in ("size", "micro", "accumulation")}
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    if size is None and micro is None:
+        if written.needs_batch or accumulation is not None:
+            problems.append(f"{names['size']}: give it or {names['micro']}; neither is there")
+            return None
+        micro = 1
+    if size is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        return Batch(size=micro * accumulation * num_ranks, micro=micro, accumulation=accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        per_micro = accumulation * num_ranks
+        if size % per_micro:
+            factors = f"{names['accumulation']} {show(accumulation)} * {ranks} = {show(per_micro)}"
+            problems.append(f"{names['size']}: {show(size)} is not a multiple of {factors}")
+            return None
+        return Batch(size=size, micro=size // per_micro, accumulation=accumulation)
+    per_window = micro * num_ranks
+    if accumulation is None:
+        if size % per_window:
+            factors = f"{names['micro']} {show(micro)} * {ranks} = {show(per_window)}"
+            problems.append(f"{names['size']}: {show(size)} is not a multiple of {factors}")
+            return None
+        return Batch(size=size, micro=micro, accumulation=size // per_window)
+    if size != per_window * accumulation:
+        factors = f"{names['micro']} {show(micro)} * {names['accumulation']} {show(accumulation)} * {ranks}"
+        problems.append(f"{names['size']}: {show(size)} is not {factors} = {show(per_window * accumulation)}")
+        return None
+    return Batch(size=size, micro=micro, accumulation=accumulation)
+
+
+def _origins(config: Config, batch: Batch, num_ranks: int, written: Written) -> dict[str, str]:
+    """Say of each effective value where it comes from."""
+    tree = config.model_dump()
+    given = [name for name in vars(batch) if tree["batch"][name] is not None]
+    origins = {key: written.origins.get(key, "default") for key in leaves(tree)}
+    for name in vars(batch):
+        if name not in given:
+            known = " and ".join(written.names.get(f"batch.{part}", f"batch.{part}") for part in given)
+            origins[f"batch.{name}"] = f"from {known}, {num_ranks} ranks" if known else "default"
+    return origins

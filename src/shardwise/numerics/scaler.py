@@ -1,4 +1,4 @@
-"""The state of a dynamic loss scale; the rule is ``precision.LossScale``."""
+"""The state of a loss scale; the rule is ``precision.LossScale``."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ class LossScaler:
 
     def __init__(self, rule: LossScale) -> None:
         self._rule = rule
-        self.scale = rule.initial
+        self.scale = rule.initial if rule.fixed is None else rule.fixed
         self._clean_steps = 0
         self._tolerance = rule.hysteresis
         self._loss_was_scaled = False
@@ -38,6 +38,10 @@ class LossScaler:
     def after_step(self) -> None:
         """Count a step without overflow."""
         self._loss_was_scaled = False
+        if self._rule.fixed is not None:
+            return
+        if self._rule.consecutive_hysteresis:
+            self._tolerance = self._rule.hysteresis
         self._clean_steps += 1
         if self._clean_steps >= self._rule.growth_interval:
             self._clean_steps = 0
@@ -48,9 +52,11 @@ class LossScaler:
         """Count a skipped step; halve the scale once the tolerance is used up.
 
         Raises:
-            NonFiniteError: the scale is at its minimum already.
+            NonFiniteError: the scale changes and is at its minimum already.
         """
         self._loss_was_scaled = False
+        if self._rule.fixed is not None:
+            return
         self._clean_steps = 0
         if self.scale <= self._rule.minimum:
             raise NonFiniteError(

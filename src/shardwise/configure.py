@@ -1,0 +1,144 @@
+"""``load_config``: from a file, a dict or options to settings that fit together.
+
+Chooses the dialect, applies ``--set``, and hands over to ``config/resolve.py``. Native settings pass as they are,
+those of DeepSpeed through ``interop/deepspeed.py``.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from shardwise.config.check import native_keys
+from shardwise.config.model import Config
+from shardwise.config.read import Tree, parse_override, plain, put, read_file
+from shardwise.config.resolve import Resolved, Written, resolve
+from shardwise.config.words import leaves, nearest, show
+from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed import deepspeed_keys, translate
+
+__all__ = ["Dialect", "Source", "json_schema", "load_config", "read_config"]
+
+Dialect = Literal["native", "deepspeed"]
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+
+def load_config(
+    source: Source,
+    *,
+    overrides: Sequence[str] = (),
+    num_ranks: int,
+    dialect: Dialect | None = None,
+    device: str = "cpu",
+) -> Resolved:
+    """Read, validate and complete settings.
+
+    Args:
+        source: path of a TOML or JSON file, a dict of either dialect, a ``Config``, or None for the defaults.
+        overrides: "key=value" with dotted keys of the source's dialect or native ones; later than the source.
+        num_ranks: data-parallel ranks, for the batch arithmetic.
+        dialect: whose names they are; None: those that fit better, native ones in TOML.
+        device: type of the device that trains, such as "cuda"; offloading to the host is nothing to do on "cpu".
+
+    Raises:
+        ConfigError: the file cannot be read, or something is wrong: all problems in one error, one line each.
+    """
+    return resolve(read_config(source, overrides=overrides, dialect=dialect, device=device), num_ranks)
+
+
+def read_config(
+    source: Source, *, overrides: Sequence[str] = (), dialect: Dialect | None = None, device: str = "cpu"
+) -> Written:
+    """Read settings into native names, without validation of their values; arguments as of ``load_config``.
+
+    Raises:
+        ConfigError: the source cannot be read. What else is wrong is in ``problems``.
+    """
+    if dialect not in (None, "native", "deepspeed"):
+        raise ConfigError(f"dialect: expected native or deepspeed, got {show(dialect)}")
+    tree, name = _read(source)
+    dialect = dialect or ("native" if tree.format == "toml" else _dialect_of(tree.values))
+    foreign, native = _sorted_overrides(overrides, dialect, tree.problems)
+    if dialect == "deepspeed":
+        set_keys = [_put(tree, key, value) for key, value in foreign]
+        written = translate(tree.values, source=name, device=device)
+        origins = {
+            key: "--set " + origin.removeprefix(f"{name}: ") if origin.removeprefix(f"{name}: ") in set_keys else origin
+            for key, origin in written.origins.items()
+        }
+    else:
+        written = Written(tree=tree.values, source=name)
+        origins = dict.fromkeys(leaves(tree.values), name)
+    result = Tree(values=plain(written.tree).values, format="dict", problems=[*tree.problems, *written.problems])
+    for key, value in native:
+        _put(result, key, value)
+        keys = leaves(value, f"{key}.") if isinstance(value, dict) else [key]
+        origins |= dict.fromkeys(keys, f"--set {key}")
+    return replace(written, tree=result.values, origins=origins, problems=tuple(result.problems))
+
+
+def _put(tree: Tree, key: str, value: Any) -> str:
+    problem = put(tree.values, key, value)
+    if problem:
+        tree.problems.append(problem)
+    return key
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of native settings, for editors."""
+    return Config.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+
+
+def _read(source: Source) -> tuple[Tree, str]:
+    """Return the settings and what to call them."""
+    if source is None:
+        return Tree(values={}, format="toml"), "config"
+    if isinstance(source, Config):
+        values = source.model_dump(exclude_unset=True)
+        return Tree(values=values, format="toml"), "config"
+    if isinstance(source, Mapping):
+        return plain(source), "config"
+    if isinstance(source, str | os.PathLike):
+        return read_file(source), os.path.basename(os.fspath(source))
+    raise ConfigError(f"config: expected a path, a dict or None, got {type(source).__name__}")
+
+
+def _sorted_overrides(
+    overrides: Sequence[str], dialect: Dialect, problems: list[str]
+) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the overrides in DeepSpeed's names, and those in native ones (unknown ones go to the dialect's)."""
+    foreign: list[tuple[str, Any]] = []
+    native: list[tuple[str, Any]] = []
+    seen = set()
+    known_foreign = deepspeed_keys() if dialect == "deepspeed" else ()
+    known_native = native_keys()
+    for text in overrides:
+        key, value = parse_override(text)
+        if key in seen:
+            problems.append(f"--set {key}: is given twice")
+        seen.add(key)
+        is_native = _has(key, known_native) and not _has(key, known_foreign)
+        (native if dialect == "native" or is_native else foreign).append((key, value))
+    return foreign, native
+
+
+def _has(key: str, known: Sequence[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for name in known)
+
+
+def _dialect_of(values: Mapping[str, Any]) -> Dialect:
+    """Return the dialect whose names the keys at the top resemble more; native if there is nothing to tell."""
+    tops = {
+        "native": {key.partition(".")[0] for key in native_keys()},
+        "deepspeed": {key.partition(".")[0] for key in deepspeed_keys()},
+    }
+    points = dict.fromkeys(tops, 0.0)
+    for key, value in values.items():
+        in_both = all(key in names for names in tops.values())
+        if in_both and isinstance(value, Mapping):
+            points["deepspeed"] += ("type" in value) + ("params" in value)
+            points["native"] += "name" in value
+        elif not in_both:
+            for dialect, names in tops.items():
+                points[dialect] += 2.0 if key in names else 1.0 if nearest(key, names, 0.75) else 0.0
+    return "deepspeed" if points["deepspeed"] > points["native"] else "native"
