@@ -6,18 +6,18 @@ those of DeepSpeed through ``interop/deepspeed.py``.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.config.check import native_keys
 from shardwise.config.model import Config
 from shardwise.config.read import Tree, parse_override, plain, put, read_file
-from shardwise.config.resolve import Resolved, Written, resolve
+from shardwise.config.resolve import Resolved, Verdict, Written, examine, resolve
 from shardwise.config.words import leaves, nearest, show
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import deepspeed_keys, translate
 
-__all__ = ["Dialect", "Source", "json_schema", "load_config", "read_config"]
+__all__ = ["Dialect", "Explanation", "Source", "explain_config", "json_schema", "load_config", "read_config"]
 
 Dialect = Literal["native", "deepspeed"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -44,6 +44,49 @@ def load_config(
         ConfigError: the file cannot be read, or something is wrong: all problems in one error, one line each.
     """
     return resolve(read_config(source, overrides=overrides, dialect=dialect, device=device), num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What settings mean, key by key.
+
+    Attributes:
+        written: what was read.
+        verdicts: one for each key that was written, then those that are absent and whose default is not the native one.
+        resolved: the effective settings; None if there are problems.
+        problems: one line each.
+    """
+
+    written: Written
+    verdicts: tuple[Verdict, ...]
+    resolved: Resolved | None
+    problems: tuple[str, ...]
+
+
+def explain_config(
+    source: Source,
+    *,
+    overrides: Sequence[str] = (),
+    num_ranks: int = 1,
+    dialect: Dialect | None = None,
+    device: str = "cpu",
+) -> Explanation:
+    """Say of each key what becomes of it; arguments as of ``load_config``.
+
+    Raises:
+        ConfigError: the source cannot be read. What else is wrong is in ``problems``.
+    """
+    written = read_config(source, overrides=overrides, dialect=dialect, device=device)
+    resolved, problems = examine(written, num_ranks)
+    verdicts = list(written.verdicts)
+    if written.dialect == "native":
+        written_leaves = leaves(written.tree).items()
+        verdicts = [Verdict(key=key, value=value, fate="same", target=key) for key, value in written_leaves]
+    for index, verdict in enumerate(verdicts):
+        reasons = [text for key, _, text in (problem.partition(": ") for problem in problems) if key == verdict.key]
+        if reasons and verdict.fate != "refused":
+            verdicts[index] = replace(verdict, fate="refused", why="; ".join(reasons))
+    return Explanation(written=written, verdicts=tuple(verdicts), resolved=resolved, problems=problems)
 
 
 def read_config(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.demo import demo
+from shardwise.cli.explain import explain
 from shardwise.errors import ShardwiseError
 
 __all__ = ["app", "main"]
@@ -39,6 +40,7 @@ def _program(
 
 
 app.command()(demo)
+app.command()(explain)
 
 
 def main() -> None:

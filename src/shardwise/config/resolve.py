@@ -14,7 +14,7 @@ from shardwise.config.model import BatchConfig, Config
 from shardwise.config.words import leaves, show
 from shardwise.errors import ConfigError
 
-__all__ = ["Batch", "Resolved", "Verdict", "VerdictFate", "Written", "resolve"]
+__all__ = ["Batch", "Resolved", "Verdict", "VerdictFate", "Written", "examine", "resolve"]
 
 VerdictFate = Literal["same", "mapped", "no effect", "off", "refused"]
 
@@ -29,6 +29,7 @@ class Verdict:
         fate: "off" is a key of a feature that stays switched off; "no effect" is accepted with a reason.
         target: native key, if it has one.
         why: the reason, or what to do.
+        absent: it was not written, but its default differs from the native one.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Verdict:
     fate: VerdictFate
     target: str = ""
     why: str = ""
+    absent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Resolved:
 
 
 def resolve(written: Written, num_ranks: int) -> Resolved:
-    """Validate, complete and explain.
+    """Validate and complete.
 
     Args:
         written: what was read.
@@ -105,6 +107,14 @@ def resolve(written: Written, num_ranks: int) -> Resolved:
     Raises:
         ConfigError: lists every problem, unknown keys with the nearest valid one.
     """
+    resolved, problems = examine(written, num_ranks)
+    if resolved is None:
+        raise ConfigError(_listed(written.source, problems))
+    return resolved
+
+
+def examine(written: Written, num_ranks: int) -> tuple[Resolved | None, tuple[str, ...]]:
+    """Return settings and no problems, or None and at least one; arguments and errors as of ``resolve``."""
     if type(num_ranks) is not int or num_ranks < 1:
         raise ConfigError(f"num_ranks: expected an integer >= 1, got {show(num_ranks)}")
     checked = check(written.tree, written.names, written.doubtful)
@@ -114,7 +124,7 @@ def resolve(written: Written, num_ranks: int) -> Resolved:
     if "batch" not in checked.broken:
         batch = _complete(config.batch, num_ranks, written, problems)
     if problems or batch is None:  # without a batch there is a problem
-        raise ConfigError(_listed(written.source, list(dict.fromkeys(problems))))
+        return None, tuple(dict.fromkeys(problems))
     origins = _origins(config, batch, num_ranks, written)
     config = config.model_copy(
         update={
@@ -123,7 +133,7 @@ def resolve(written: Written, num_ranks: int) -> Resolved:
         }
     )
     notes = (*written.notes, *remarks(config, written.names))
-    return Resolved(config=config, batch=batch, num_ranks=num_ranks, origins=origins, notes=notes)
+    return Resolved(config=config, batch=batch, num_ranks=num_ranks, origins=origins, notes=notes), ()
 
 
 def _listed(source: str, problems: Sequence[str]) -> str:

@@ -6,9 +6,7 @@ from typing import Any
 from shardwise.config.resolve import Verdict, VerdictFate, Written
 from shardwise.interop.deepspeed.kinds import Key
 
-__all__ = ["ABSENT", "Build", "Entry", "number"]
-
-ABSENT = "(absent)"
+__all__ = ["Build", "Entry", "number"]
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,17 @@ class Build:
         self.names[native] = self.path(name)
         self.origins[native] = f"{self.source}: {self.path(name)}"
 
-    def set_default(self, native: str, value: Any, name: str, note: str = "") -> None:
+    def set_default(self, native: str, value: Any, name: str, note: str) -> None:
         """Set a native key whose DeepSpeed key is absent, where the defaults differ."""
         self.set(native, value, name)
         self.origins[native] = f"DeepSpeed's default of {name}"
-        self.verdicts[name] = Verdict(key=name, value=ABSENT, fate="mapped", target=native, why=note)
-        if note:
-            self.notes.append(note)
+        self.verdicts[name] = Verdict(key=name, value=None, fate="mapped", target=native, why=note, absent=True)
+        self.notes.append(note)
+
+    def remark_default(self, name: str, note: str) -> None:
+        """Note what an absent key means where DeepSpeed's default is not what happens here."""
+        self.verdicts[name] = Verdict(key=name, value=None, fate="no effect", why=note, absent=True)
+        self.notes.append(note)
 
     def written(self) -> Written:
         """Return the result."""

@@ -33,7 +33,7 @@ __all__ = ["ALIASES", "KEYS", "MISSPELLINGS", "OPTIMIZERS", "OPTIMIZERS_REFUSED"
 
 SAME, MAPPED, NO_EFFECT, LATER, REFUSED = Fate.SAME, Fate.MAPPED, Fate.NO_EFFECT, Fate.LATER, Fate.REFUSED
 
-BUCKETS = "gradients travel in one bucket per unit; overlap.reductions_in_flight bounds their memory"
+BUCKETS = "each unit travels in its own buckets; overlap.reductions_in_flight bounds their memory"
 GATHERS = "units are gathered as wholes; overlap.prefetch and overlap.keep_last_unit bound their memory"
 LAYOUT = "the layout of buffers and the choice of collectives are fixed here; results do not depend on them"
 CHECKS = "it configures checks or messages of DeepSpeed's own implementation"
@@ -48,23 +48,23 @@ TOP = (
     Key("gradient_accumulation_steps", COUNT, SAME, "batch.accumulation"),
     Key("managed_gradient_accumulation", BOOL, REFUSED, quiet=(True,),
         why="call engine.set_gradient_accumulation_boundary(True) before the step that updates"),
-    Key("gradient_clipping", RATE, SAME, "clip_grad_norm", why="absent: 1.0, as in DeepSpeed 0.19.8; 0 is off"),
+    Key("gradient_clipping", RATE, SAME, "clip_grad_norm", absent="1.0; 0 switches it off"),
     Key("steps_per_print", or_null(ANYTHING), MAPPED, "log_every", why="infinity and null print nothing"),
     Key("zero_allow_untested_optimizer", BOOL, NO_EFFECT, why=ANY_OPTIMIZER),
     Key("zero_force_ds_cpu_optimizer", BOOL, NO_EFFECT, why=ANY_OPTIMIZER),
     Key("communication_data_type", or_null(DTYPE), MAPPED, "precision.wire"),
     Key("seq_parallel_communication_data_type", or_null(DTYPE), NO_EFFECT,
         why="there is no sequence parallelism here that would use it"),
-    Key("prescale_gradients", BOOL, NO_EFFECT, why=AVERAGE),
-    Key("gradient_predivide_factor", RATE, NO_EFFECT, why=AVERAGE),
+    Key("prescale_gradients", BOOL, NO_EFFECT, quiet=(False,), why=AVERAGE),
+    Key("gradient_predivide_factor", RATE, NO_EFFECT, quiet=(1,), why=AVERAGE),
     Key("gradient_allreduce_op", one_of("mean", "sum"), REFUSED, quiet=("mean",),
         why='"sum" adds the ranks\' mean losses, which depends on the number of ranks; '
             'the native loss_reduction = "sum" divides by a count that you give'),
-    Key("disable_allgather", BOOL, NO_EFFECT, why="DeepSpeed 0.19.8 reads it and does not use it"),
-    Key("wall_clock_breakdown", BOOL, NO_EFFECT, why=TIMINGS),
-    Key("memory_breakdown", BOOL, NO_EFFECT, why=TIMINGS),
-    Key("dump_state", BOOL, NO_EFFECT, why="use `shardwise explain` to see the effective settings"),
-    Key("disable_python_gc", BOOL, NO_EFFECT, why="call gc.disable() yourself; the result does not depend on it"),
+    Key("disable_allgather", BOOL, NO_EFFECT, quiet=(False,), why="DeepSpeed 0.19.8 reads it and does not use it"),
+    Key("wall_clock_breakdown", BOOL, NO_EFFECT, quiet=(False,), why=TIMINGS),
+    Key("memory_breakdown", BOOL, NO_EFFECT, quiet=(False,), why=TIMINGS),
+    Key("dump_state", BOOL, NO_EFFECT, quiet=(False,), why="use `shardwise explain` to see the effective settings"),
+    Key("disable_python_gc", BOOL, NO_EFFECT, quiet=(False,), why="call gc.disable() yourself; the result does not depend on it"),
     Key("dataloader_drop_last", BOOL, SAME, "batch.drop_last"),
     Key("use_data_before_expert_parallelism", BOOL, LATER, quiet=(False,),
         why="remove it, experts are sharded as all modules are"),
@@ -82,7 +82,7 @@ OPTIMIZER = (
     Key("optimizer.params.betas", PAIR, SAME, "optimizer.betas"),
     Key("optimizer.params.eps", RATE, SAME, "optimizer.eps"),
     Key("optimizer.params.weight_decay", RATE, SAME, "optimizer.weight_decay",
-        why="absent: 0, but 0.01 for AdamW with torch_adam, as torch has it"),
+        absent="0, but 0.01 for AdamW with torch_adam, as torch has it"),
     Key("optimizer.params.momentum", FRACTION, SAME, "optimizer.momentum"),
     Key("optimizer.params.dampening", FINITE, SAME, "optimizer.dampening"),
     Key("optimizer.params.nesterov", BOOL, SAME, "optimizer.nesterov"),
@@ -106,7 +106,7 @@ SCHEDULER = (
     Key("scheduler.type", TEXT, MAPPED, "scheduler.name"),
     Key("scheduler.params.warmup_min_lr", RATES, SAME, "scheduler.min_lr"),
     Key("scheduler.params.warmup_max_lr", or_null(RATES), SAME, "scheduler.max_lr",
-        why="absent: the optimizer's rate for WarmupLR, 0.001 for WarmupDecayLR, as in DeepSpeed"),
+        absent="the optimizer's rate for WarmupLR, 0.001 for WarmupDecayLR"),
     Key("scheduler.params.warmup_num_steps", COUNT, SAME, "scheduler.num_warmup_steps"),
     Key("scheduler.params.total_num_steps", COUNT, SAME, "scheduler.total_steps"),
     Key("scheduler.params.warmup_type", one_of("log", "linear"), SAME, "scheduler.shape"),
@@ -159,7 +159,7 @@ PRECISION = (
     Key("torch_autocast.lower_precision_safe_modules", or_null(STRINGS), LATER, quiet=(None,),
         switch="torch_autocast.enabled"),
     Key("data_types.grad_accum_dtype", or_null(TEXT), MAPPED, "precision.accumulate",
-        why="absent: fp32 for 16-bit parameters, where DeepSpeed takes the parameters' dtype"),
+        absent="fp32 for 16-bit parameters, where DeepSpeed takes the parameters' dtype"),
     Key("data_types.param_dtype", or_null(TEXT), MAPPED, "precision.param", quiet=(None,),
         why="has to agree with fp16.enabled and bf16.enabled"),
     Key("data_types.buffer_dtype", or_null(TEXT), LATER, quiet=(None,),
@@ -169,7 +169,7 @@ PRECISION = (
 )
 
 ZERO = (
-    Key("zero_optimization.stage", WHOLE, SAME, "stage", why="absent: 0, as in DeepSpeed"),
+    Key("zero_optimization.stage", WHOLE, SAME, "stage", absent="0"),
     *rows(
         "zero_optimization",
         NO_EFFECT,

@@ -119,6 +119,7 @@ class Key:
         quiet: values that ask for nothing.
         switch: key that turns the feature on which this one only tunes.
         aliases: other spellings.
+        absent: what it means to leave the key out, where that is not the native default.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Key:
     quiet: tuple[Any, ...] = ()
     switch: str = ""
     aliases: tuple[str, ...] = ()
+    absent: str = ""
 
     def is_quiet(self, value: Any) -> bool:
         """Whether a value asks for nothing; true is not 1."""

@@ -109,6 +109,7 @@ ACTIVATION_AND_FILES = (
             "partition_activations": BOOL, "cpu_checkpointing": BOOL, "contiguous_memory_optimization": BOOL,
             "number_checkpoints": or_null(COUNT), "synchronize_checkpoint_boundary": BOOL, "profile": BOOL,
         },
+        quiet=(False, None),
     ),
     *rows(
         "aio",

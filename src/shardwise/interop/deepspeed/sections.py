@@ -57,8 +57,9 @@ def _accumulation(build: Build, param: str | None) -> None:
     if dtype is not None:
         build.set("precision.accumulate", dtype, name)
     elif param is not None and name not in build.entries:
-        build.notes.append(
-            f"{name} is absent: gradients are accumulated in fp32; DeepSpeed would take {param}, which rounds more"
+        build.remark_default(
+            name,
+            f"{name} is absent: gradients are accumulated in fp32; DeepSpeed would take {param}, which rounds more",
         )
 
 
@@ -151,7 +152,9 @@ def _optimizer(build: Build) -> None:
     if name == "lion":
         for key, value in (("lr", 1e-3), ("betas", [0.9, 0.999])):
             if f"optimizer.params.{key}" not in build.entries:
-                build.set_default(f"optimizer.{key}", value, f"optimizer.params.{key}")
+                full = f"optimizer.params.{key}"
+                note = f"{full} is absent: {show(value)}, the default of DeepSpeed's Lion"
+                build.set_default(f"optimizer.{key}", value, full, note)
     decay = "optimizer.params.weight_decay"
     if name == "adamw" and build.get("optimizer.params.torch_adam", False) and decay not in build.entries:
         note = f"{decay} is absent: 0.01, the default of torch's AdamW, because torch_adam is true"
@@ -183,14 +186,18 @@ def _rest(build: Build) -> None:
         if steps is not None and steps != math.inf:
             build.set("log_every", number(steps), "steps_per_print")
     if "zero_optimization.stage" not in build.entries:
-        build.set_default("stage", 0, "zero_optimization.stage")
+        build.set_default(
+            "stage", 0, "zero_optimization.stage", "zero_optimization.stage is absent: 0, DeepSpeed's default"
+        )
     if "gradient_clipping" not in build.entries:
         note = "gradient_clipping is absent: 1.0 as in DeepSpeed 0.19.8 (0.0 in 0.16.5); 0 switches it off"
         build.set_default("clip_grad_norm", 1.0, "gradient_clipping", note)
     for section in ("offload_param", "offload_optimizer"):
         pin = f"zero_optimization.{section}.pin_memory"
         if build.is_on(f"zero_optimization.{section}.device") and pin not in build.entries:
-            build.notes.append(f"{pin} is absent: true in DeepSpeed 0.19.8 (false in 0.16.5); no memory is pinned here")
+            build.remark_default(
+                pin, f"{pin} is absent: true in DeepSpeed 0.19.8 (false in 0.16.5); nothing is pinned here"
+            )
 
 
 SECTIONS: tuple[Callable[[Build], None], ...] = (_precision, _loss_scale, _optimizer, _scheduler, _rest)

@@ -93,10 +93,10 @@ def _apply(entry: Entry, build: Build) -> None:
             build.set(key.to, number(value), key.name)
     elif key.fate is Fate.MAPPED:
         build.judge(entry, "off" if value is False and key.is_quiet(value) else "mapped")
-    elif key.fate is Fate.NO_EFFECT:
-        build.ignore(entry)
     elif key.is_quiet(value):
         build.judge(entry, "off", "asks for nothing")
+    elif key.fate is Fate.NO_EFFECT:
+        build.ignore(entry)
     elif build.device == "cpu" and key.name in TO_HOST and value in ("cpu", "CPU", True):
         build.ignore(entry, "training is on the CPU, so all state is in host memory anyway")
     elif key.switch:
