@@ -20,6 +20,7 @@ from shardwise.api import (
     unshard_model,
     unsharded,
 )
+from shardwise.engine import Engine
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -33,12 +34,14 @@ from shardwise.errors import (
 from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.sharding import Sharding, hybrid, stage_sharding
+from shardwise.start import initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Engine",
     "LayoutError",
     "LossScale",
     "NonFiniteError",
@@ -57,6 +60,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "hybrid",
+    "initialize",
     "local_gradients",
     "local_optimizer_state",
     "local_parameters",

@@ -1,0 +1,1 @@
+"""Processes: join the group a launcher prepared, and start one."""

@@ -1,0 +1,242 @@
+"""``initialize``: from a model and a configuration to an engine, its optimizer, its loader and its scheduler."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from shardwise.api import InitialValues, shard
+from shardwise.comm.base import Mesh
+from shardwise.comm.process_group import mesh_from
+from shardwise.config.model import Config
+from shardwise.config.resolve import Resolved
+from shardwise.configure import load_config
+from shardwise.engine import Engine
+from shardwise.environment import Environment
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.launch.group import join_group, leave_group
+from shardwise.loader import ShardedLoader
+from shardwise.modules import Units
+from shardwise.optim.lion import Lion
+from shardwise.optim.schedules import build_scheduler
+from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
+from shardwise.precision import LossScale, Precision
+from shardwise.runtime.record import Agreement
+
+__all__ = ["initialize"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+}
+
+OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+SchedulerSource = Any
+ConfigSource = Mapping[str, Any] | str | Path | None
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    optimizer: OptimizerSource = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerSource = None,
+    config: ConfigSource = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    mesh: Any = None,
+    units: Units = None,
+    initial_values: InitialValues = "broadcast",
+) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Shard a model and make what trains it.
+
+    Collective. Where a launcher has set RANK and WORLD_SIZE and no process group exists, one is made (and taken away
+    by ``engine.destroy()``).
+
+    Args:
+        model: on one device, as for ``shardwise.shard``.
+        optimizer: over the model's parameters, or a function that makes one of parameters or groups; None: the one the
+            configuration names; without any the engine can only evaluate.
+        model_parameters: parameters or groups for an optimizer that is made here; None: all that train.
+        training_data: dataset of which a loader of micro-batches is made, each rank its part.
+        lr_scheduler: over the optimizer, or a function that makes one of it; None: the one the configuration names.
+        config: path of a TOML or JSON file, or a mapping: names of this library, or a DeepSpeed configuration.
+        collate_fn: makes a micro-batch of samples.
+        mesh: as for ``shardwise.shard``.
+        units: as for ``shardwise.shard``.
+        initial_values: as for ``shardwise.shard``.
+
+    Returns:
+        The engine, its optimizer, the loader and the scheduler; None for what there is not.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the configuration; the same on every rank.
+        RankMismatchError: ranks have unlike configurations or models.
+    """
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    owns_group = mesh is None and join_group(Environment.read(), device.type)
+    try:
+        whole = mesh_from(mesh)
+        settings = _agreed_settings(config, whole, device)
+        engine = _build(
+            model,
+            (optimizer, model_parameters, lr_scheduler),
+            settings,
+            whole,
+            owns_group=owns_group,
+            units=units,
+            initial_values=initial_values,
+        )
+        loader = None
+        if training_data is not None:
+            rank, num_ranks = _place(whole)
+            loader = ShardedLoader(
+                training_data,
+                micro=settings.batch.micro,
+                rank=rank,
+                num_ranks=num_ranks,
+                seed=settings.config.seed,
+                drop_last=settings.config.batch.drop_last,
+                collate=collate_fn,
+            )
+    except BaseException:
+        if owns_group:
+            leave_group()
+        raise
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _agreed_settings(config: ConfigSource, mesh: Mesh, device: torch.device) -> Resolved:
+    """Load the configuration on every rank; raise on all if one cannot, or if they differ."""
+    rank, num_ranks = _place(mesh)
+    error: ShardwiseError | None = None
+    settings: Resolved | None = None
+    try:
+        settings = load_config({} if config is None else config, num_ranks=num_ranks, device=device.type)
+        lines = [f"{key} = {value}" for key, value in sorted(_flat(settings.config).items())]
+    except ConfigError as failure:
+        error, lines = failure, [f"error: {failure}"]
+    Agreement(mesh, device).check_lines(lines, "the configuration")
+    if error is not None or settings is None:
+        raise error or ConfigError("no configuration")
+    if rank == 0 and settings.notes:
+        logging.getLogger("shardwise").warning("configuration:\n  %s", "\n  ".join(settings.notes))
+    return settings
+
+
+def _build(
+    model: nn.Module,
+    sources: tuple[OptimizerSource, Iterable[Any] | None, SchedulerSource],
+    settings: Resolved,
+    mesh: Mesh,
+    *,
+    owns_group: bool,
+    units: Units,
+    initial_values: InitialValues,
+) -> Engine:
+    source, parameters, schedule = sources
+    config = settings.config
+    _check_sources(source, schedule, config)
+    shard(
+        model,
+        mesh,
+        stage=config.stage,
+        units=units,
+        precision=_precision(config),
+        initial_values=initial_values,
+        prefetch=config.overlap.prefetch,
+        reductions_in_flight=config.overlap.reductions_in_flight,
+        keep_last_unit=config.overlap.keep_last_unit,
+    )
+    optimizer = _optimizer(model, source, parameters, config)
+    sharded = None if optimizer is None else shard_optimizer(optimizer, model, on_nonfinite=config.on_nonfinite)
+    scheduler = schedule
+    if sharded is not None and callable(schedule) and not isinstance(schedule, LRScheduler):
+        scheduler = schedule(sharded)
+    elif sharded is not None and schedule is None and config.scheduler is not None:
+        options = config.scheduler.model_dump(exclude={"name"})
+        scheduler = build_scheduler(config.scheduler.name, options, sharded)
+    return Engine(model, sharded, scheduler, settings, is_first=_place(mesh)[0] == 0, owns_group=owns_group)
+
+
+def _check_sources(source: OptimizerSource, schedule: SchedulerSource, config: Config) -> None:
+    """Refuse what would leave a part of the configuration unused."""
+    if source is not None and config.optimizer is not None:
+        raise ConfigError(
+            f"the configuration names the optimizer {config.optimizer.name!r}, and initialize() got one: leave one out"
+        )
+    if schedule is not None and config.scheduler is not None:
+        raise ConfigError(
+            f"the configuration names the scheduler {config.scheduler.name!r}, and initialize() got one: leave one out"
+        )
+    if source is None and config.optimizer is None and (schedule is not None or config.scheduler is not None):
+        raise ConfigError("there is a scheduler but no optimizer: pass one, or name one in the configuration")
+    if isinstance(schedule, LRScheduler) and schedule.optimizer is not source:
+        raise ConfigError("lr_scheduler belongs to another optimizer than the one passed to initialize()")
+
+
+def _optimizer(
+    model: nn.Module, source: OptimizerSource, parameters: Iterable[Any] | None, config: Config
+) -> torch.optim.Optimizer | None:
+    if isinstance(source, torch.optim.Optimizer):
+        if parameters is not None:
+            groups = [entry["params"] if isinstance(entry, Mapping) else [entry] for entry in parameters]
+            given = {id(param) for group in groups for param in group}
+            held = {id(p) for group in source.param_groups for p in group["params"]}
+            if not given <= held:
+                raise ConfigError("model_parameters holds parameters that the optimizer passed with it does not update")
+        return source
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    wanted = trainable if parameters is None else list(parameters)
+    if source is not None:
+        return source(wanted)
+    if config.optimizer is None:
+        return None
+    options = config.optimizer.model_dump(exclude={"name"})
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return _OPTIMIZERS[config.optimizer.name](wanted, **options)
+
+
+def _precision(config: Config) -> Precision:
+    names, scale = config.precision, config.loss_scale
+    return Precision(
+        param=None if names.param is None else _DTYPES[names.param],
+        wire=None if names.wire is None else _DTYPES[names.wire],
+        accumulate=None if names.accumulate is None else _DTYPES[names.accumulate],
+        master=None if names.master is None else _DTYPES[names.master],
+        loss_scale=LossScale(
+            initial=scale.initial,
+            minimum=scale.minimum,
+            growth_interval=scale.growth_interval,
+            hysteresis=scale.hysteresis,
+            consecutive_hysteresis=scale.consecutive_hysteresis,
+            fixed=scale.fixed,
+        ),
+    )
+
+
+def _place(mesh: Mesh) -> tuple[int, int]:
+    """Return this process's number among all data-parallel ranks, row by row, and how many there are."""
+    rank, num_ranks = 0, 1
+    for comm in mesh.values():
+        rank, num_ranks = rank * comm.size + comm.rank, num_ranks * comm.size
+    return rank, num_ranks
+
+
+def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every setting by its dotted name."""
+    values = section.model_dump() if hasattr(section, "model_dump") else section
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
