@@ -83,9 +83,15 @@ def check(tree: Mapping[str, Any], names: Mapping[str, str], doubtful: frozenset
             continue
         broken.add(str(location[0]))
         key = _dotted(location)
+        if detail["type"].startswith("union_tag"):  # without a choice, what no alternative has is unknown
+            everywhere = native_keys()
+            for name in detail["input"]:
+                if f"{key}.{name}" not in everywhere:
+                    problems[_unknown(f"{key}.{name}", {key: {}}, names, everywhere)] = None
         if (detail["type"] == "missing" and key in doubtful) or _is_other_branch(location, detail, tree):
             continue
-        problems[f"{names.get(key, key)}{_complaint(detail, key)}"] = None
+        name, bracket, index = key.partition("[")
+        problems[f"{names.get(name, name)}{bracket}{index}{_complaint(detail, key)}"] = None
     return Checked(config=_sound_part(tree, broken, unknown), broken=frozenset(broken), problems=tuple(problems))
 
 

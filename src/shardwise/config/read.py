@@ -106,7 +106,7 @@ def _read_json(text: str, place: Path) -> Tree:
 
     def no_number(name: str) -> float:
         problems.append(f"{name} is not a number that JSON has")
-        return 0.0
+        return float(name)
 
     try:
         values = json.loads(text, object_pairs_hook=_object, parse_float=number, parse_constant=no_number)

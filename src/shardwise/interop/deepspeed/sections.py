@@ -69,7 +69,7 @@ def _bf16_options(build: Build) -> None:
     master = build.get("bf16.bf16_master_weights_and_grads", False)
     states = build.get("bf16.bf16_optimizer_states", False)
     if master and states:
-        build.set("precision.master", "bf16", "bf16.bf16_master_weights_and_grads")
+        build.set("precision.master", "bf16", "bf16.bf16_optimizer_states")
         if "precision.accumulate" not in build.origins:
             build.set("precision.accumulate", "bf16", "bf16.bf16_master_weights_and_grads")
     elif master or states:
@@ -143,9 +143,13 @@ def _optimizer(build: Build) -> None:
         return
     name, allowed = row
     params = _params(build, "optimizer", allowed)
-    if name == "adam" and build.get("optimizer.params.adam_w_mode", True):
+    decoupled = build.get("optimizer.params.adam_w_mode", True)
+    said_by = "optimizer.type" if name != "adam" or decoupled else "optimizer.params.adam_w_mode"
+    if name == "adam" and decoupled:
         name = "adamw"
-    build.set("optimizer.name", name, "optimizer.type")
+    elif name == "adamw" and not decoupled:
+        build.ignore(build.entries["optimizer.params.adam_w_mode"], "AdamW always takes the decay from the weights")
+    build.set("optimizer.name", name, said_by)
     for entry in params:
         if build.verdicts[entry.key.name].fate == "same":
             build.set(entry.key.to, entry.value, entry.key.name)

@@ -92,7 +92,7 @@ def _apply(entry: Entry, build: Build) -> None:
         if not key.name.startswith(SET_BY_SECTIONS):
             build.set(key.to, number(value), key.name)
     elif key.fate is Fate.MAPPED:
-        build.judge(entry, "off" if value is False and key.is_quiet(value) else "mapped")
+        build.judge(entry, "off" if value in (None, False) and key.is_quiet(value) else "mapped")
     elif key.is_quiet(value):
         build.judge(entry, "off", "asks for nothing")
     elif key.fate is Fate.NO_EFFECT:
