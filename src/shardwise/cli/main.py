@@ -11,6 +11,7 @@ import typer
 
 from shardwise.cli.demo import demo
 from shardwise.cli.explain import explain
+from shardwise.cli.launch import LAUNCH_SETTINGS, launch
 from shardwise.errors import ShardwiseError
 
 __all__ = ["app", "main"]
@@ -40,6 +41,7 @@ def _program(
 
 
 app.command()(demo)
+app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
 
 
