@@ -18,8 +18,10 @@ from typer.testing import CliRunner, Result
 from shardwise.cli import demo as demo_module
 from shardwise.cli.main import app
 from shardwise.data import load_stdlib
+from shardwise.launch.local import RanksFailedError
 from shardwise.layout import ParamSpec, plan_layout
 from shardwise.models.gpt import GPT, Block, GPTConfig
+from shardwise.train.measure import parameter_digest
 
 pytestmark = pytest.mark.timeout(400)  # whole demos, on a machine that may be busy
 
@@ -205,9 +207,7 @@ def job(tmp_path: Path) -> demo_module._Job:
 
 def test_traceback_of_a_failing_rank_is_shown(job: demo_module._Job) -> None:
     impossible = demo_module._Job(stage=9, num_ranks=2, num_steps=1, config=GPTConfig(), folder=job.folder)
-    with pytest.raises(
-        demo_module._RanksFailedError, match=r"(?s)The first to fail, rank \d .*ConfigError: stage must"
-    ):
+    with pytest.raises(RanksFailedError, match=r"(?s)The first to fail, rank \d .*ConfigError: stage must"):
         list(demo_module._messages(impossible))
     assert not multiprocessing.active_children()
 
@@ -218,7 +218,7 @@ def test_death_of_a_rank_ends_the_others(job: demo_module._Job) -> None:
     victim, other = sorted(multiprocessing.active_children(), key=lambda process: process.name)
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
-    with pytest.raises(demo_module._RanksFailedError, match=r"The first to fail, rank \d .*died, exit code -9"):
+    with pytest.raises(RanksFailedError, match=r"The first to fail, rank \d .*died, exit code -9"):
         list(messages)
     assert not other.is_alive()
 
@@ -274,7 +274,7 @@ def test_interrupted_demo_leaves_no_process(running: subprocess.Popen[str], numb
 def test_digest_follows_names_not_order() -> None:
     first, second = torch.arange(3.0), torch.ones(2)
     expected = hashlib.sha256(first.numpy().tobytes() + second.numpy().tobytes()).hexdigest()
-    assert demo_module._digest({"b": second, "a": first}) == expected
+    assert parameter_digest({"b": second, "a": first}) == expected
 
 
 def test_version_is_that_of_the_package() -> None:

@@ -1,28 +1,16 @@
 """``shardwise demo``: train one small GPT at several ZeRO stages on local processes, and compare.
 
-Owns the options, what one rank does, the processes and the report. Each stage runs in fresh processes, so that its
+Owns the options, what one rank does and the report. Each stage runs in fresh processes, so that its
 peak memory is its own. It calls public functions only; read ``models/gpt.py`` and ``data.py`` for what it trains.
 """
 
 import contextlib
-import hashlib
 import json
-import math
-import multiprocessing
-import os
-import signal
-import socket
 import statistics
-import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Annotated
 
@@ -31,14 +19,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
 
 import shardwise
 from shardwise.comm.process_group import mesh_from
 from shardwise.comm.recording import record
 from shardwise.data import Corpus, batch, load_stdlib
-from shardwise.environment import set_default
+from shardwise.launch.local import LocalJob, RanksFailedError, Tell, run_local
 from shardwise.models.gpt import GPT, Block, GPTConfig, loss
+from shardwise.train.measure import parameter_digest, peak_rss_bytes
 
 __all__ = ["demo"]
 
@@ -47,8 +35,6 @@ LEARNING_RATE = 2e-3
 MAX_NORM = 1.0
 WINDOWS_PER_RANK = 8
 SEED = 0
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-GRACE_SECONDS = 2.0  # once one rank has failed, for the others to tell why they fail too
 LINE_EVERY_STEPS = 10
 
 
@@ -76,14 +62,6 @@ class _Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """How one rank failed, and when."""
-
-    seconds: float  # since the epoch; 0 for a rank that was killed, which is rarely the fault of another
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _StageResult:
     """One stage; the losses are means over the ranks."""
 
@@ -97,10 +75,6 @@ class _StageResult:
     def as_planned(self) -> bool:
         """Whether every rank keeps exactly the planned bytes."""
         return [figures.bytes_at_rest for figures in self.figures] == self.planned_bytes
-
-
-class _RanksFailedError(Exception):
-    """At least one rank failed; the text ends with what the first of them raised."""
 
 
 def demo(
@@ -127,7 +101,7 @@ def demo(
     console.print(f"data: {corpus.num_files} files, {corpus.num_bytes:,} bytes, sha256 {corpus.sha256}")
     try:
         results = _run_stages(config, chosen, ranks, steps, console)
-    except _RanksFailedError as error:
+    except RanksFailedError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     identical = len({figures.param_digest for result in results for figures in result.figures}) == 1
@@ -168,7 +142,7 @@ def _run_stages(
 # What one rank does
 
 
-def _train(job: _Job, rank: int, tell_loss: Callable[[float], None]) -> _Figures:
+def _train(job: _Job, rank: int, tell: Tell) -> _Figures:
     """Train at one stage in this process, one of ``job.num_ranks`` of the default group."""
     corpus = load_stdlib()
     mesh, log = record(mesh_from(None))
@@ -190,77 +164,20 @@ def _train(job: _Job, rank: int, tell_loss: Callable[[float], None]) -> _Figures
         if step == job.num_steps - 1:  # gradients still exist
             at_rest = shardwise.measured_bytes(model)
         optimizer.zero_grad()
-        tell_loss(step_loss.item())
+        tell(step_loss.item())
     sent_bytes, num_collectives = log.sent_bytes(), log.num_calls()
-    peak_rss_bytes = _peak_rss_bytes()  # before the parameters are gathered for the digest
+    peak_bytes = peak_rss_bytes()  # before the parameters are gathered for the digest
     return _Figures(
-        param_digest=_digest(shardwise.full_parameters(model)),
+        param_digest=parameter_digest(shardwise.full_parameters(model)),
         bytes_at_rest=at_rest,
         sent_bytes=sent_bytes,
         num_collectives=num_collectives,
-        peak_rss_bytes=peak_rss_bytes,
+        peak_rss_bytes=peak_bytes,
         step_seconds=statistics.median(seconds[1:] or seconds),  # the first one allocates
     )
 
 
-def _digest(params: dict[str, Tensor]) -> str:
-    """Return the sha256 of the values in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        digest.update(params[name].detach().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _peak_rss_bytes() -> int:
-    # On Linux ru_maxrss also counts the parent's peak, which a child inherits when it starts; VmHWM does not.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 # The processes
-
-
-def _rank_main(job: _Job, rank: int, pipe: Connection) -> None:
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    try:
-        torch.set_num_threads(max(1, _num_cores() // job.num_ranks))
-        _use_loopback()
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{job.folder}/stage-{job.stage}",
-            rank=rank,
-            world_size=job.num_ranks,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        pipe.send(_train(job, rank, pipe.send))
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        pipe.send(_Failure(seconds=time.time(), text=traceback.format_exc()))
-        sys.exit(1)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _use_loopback() -> None:
-    """Keep gloo off the network; it also spares looking up the name of this machine, which may have no address."""
-    names = {name for _, name in socket.if_nameindex()}
-    for name in ("lo", "lo0"):
-        if name in names:
-            set_default("GLOO_SOCKET_IFNAME", name)
 
 
 def _run_stage(job: _Job, tell_step: Callable[[int, int, float], None]) -> _StageResult:
@@ -294,77 +211,17 @@ def _messages(job: _Job) -> Generator[tuple[int, float | _Figures], None, None]:
     """Start the ranks and yield what they send, until all have ended. Close it to stop them.
 
     Raises:
-        _RanksFailedError: a rank raised or died; the others are stopped.
+        RanksFailedError: a rank raised or died; the others are stopped.
     """
-    processes: list[SpawnProcess] = []
-    pipes: dict[Connection, int] = {}
-    failures: dict[int, _Failure] = {}
-    reported: set[int] = set()
-    deadline = math.inf
-    try:
-        for rank in range(job.num_ranks):
-            pipes[_start(job, rank, processes)] = rank
-        while pipes and (patience := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(pipes), timeout=None if math.isinf(patience) else patience):
-                assert isinstance(pipe, Connection)
-                rank = pipes[pipe]
-                message = _receive(pipe)
-                if message is None:
-                    del pipes[pipe]
-                    if rank not in reported:
-                        processes[rank].join()
-                        failures[rank] = _Failure(seconds=0.0, text=f"died, exit code {processes[rank].exitcode}\n")
-                elif isinstance(message, _Failure):
-                    failures[rank] = message
-                else:
-                    yield rank, message
-                if isinstance(message, _Figures | _Failure):
-                    reported.add(rank)
-                if failures:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    finally:
-        _stop(processes)
-    if failures:
-        raise _RanksFailedError(_describe(job.stage, failures))
-
-
-def _start(job: _Job, rank: int, processes: list[SpawnProcess]) -> Connection:
-    """Start one rank, add it to ``processes`` and return where its messages arrive."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(job, rank, theirs), daemon=True)
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: on Ctrl-C it is this process that ends them
-    try:
-        process.start()
-        processes.append(process)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    theirs.close()  # the child's copy is then the only one, and the pipe ends with the child
-    return ours
-
-
-def _receive(pipe: Connection) -> float | _Figures | _Failure | None:
-    try:
-        message: float | _Figures | _Failure = pipe.recv()
-    except EOFError:
-        pipe.close()
-        return None
-    return message
-
-
-def _stop(processes: Sequence[SpawnProcess]) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(timeout=5)
-        process.kill()
-        process.join()
-
-
-def _describe(stage: int, failures: dict[int, _Failure]) -> str:
-    ordered = sorted(failures.items(), key=lambda item: item[1].seconds, reverse=True)
-    texts = [f"rank {rank} of stage {stage}: {failure.text}" for rank, failure in ordered]
-    return "\n".join([*texts[:-1], f"The first to fail, {texts[-1]}"])
+    return run_local(
+        LocalJob(
+            body=_train,
+            task=job,
+            num_ranks=job.num_ranks,
+            rendezvous=f"{job.folder}/stage-{job.stage}",
+            name=f"stage {job.stage}",
+        )
+    )
 
 
 # The report

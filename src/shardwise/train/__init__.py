@@ -1,0 +1,1 @@
+"""Training a causal language model from a configuration: what a rank of ``shardwise train`` does. Read ``loop.py``."""
