@@ -59,7 +59,7 @@ def test_batch_is_completed_from_what_is_given(given: tuple[str, ...], num_ranks
         ({"micro": 1.5}, "batch.micro: expected an integer, got 1.5"),
         ({"micro": True}, "batch.micro: expected an integer, got true"),
         ({"micro": "4"}, 'batch.micro: expected an integer, got "4"'),
-        ({"sise": 4}, "batch.sise: unknown key; did you mean batch.size?"),
+        ({"sizes": 4}, "batch.sizes: unknown key; did you mean batch.size?"),
     ],
 )
 def test_batch_that_cannot_be_is_refused_with_the_numbers(batch: dict[str, Any], said: str) -> None:

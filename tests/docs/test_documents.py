@@ -15,7 +15,7 @@ from shardwise.cli.main import app
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-USERS_FILES = ("example.py", "train.py")
+USERS_FILES = ("example.py", "train.py", "config.toml")
 EXAMPLES = ("README.md", "docs/get-started.md")
 
 

@@ -70,7 +70,8 @@ def _report(explanation: Explanation, console: Console, *, with_defaults: bool) 
     if explanation.verdicts:
         table = Table(title=f"{written.source}, key by key ({written.dialect} names)", title_justify="left")
         for column in ("key", "value", "here", "setting", "why"):
-            table.add_column(column, overflow="fold")
+            keep_whole = column == "key" and console.width >= WIDTH_OF_FILES  # for grep
+            table.add_column(column, overflow="fold", no_wrap=keep_whole)
         for verdict in explanation.verdicts:
             style = STYLES[verdict.fate]
             cells = (verdict.key, _value(verdict), verdict.fate, _setting(verdict, effective), verdict.why)

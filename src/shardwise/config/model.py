@@ -275,6 +275,11 @@ class DataConfig(Section):
     """Key of the text in a JSONL line."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a ``tokenizer.json``."""
+    end_token: str | None = None
+    """Token of the tokenizer that ends a document; None: a common one that it has, for bytes the byte 0."""
+    pack: bool | None = None
+    """Cut windows out of all text in a row, or train on one document after the other; None: only JSONL alone is not
+    packed."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Fraction of the text kept for evaluation."""
 
@@ -292,6 +297,12 @@ class TrainConfig(Section):
     """Tokens of the sample at the end; 0: none."""
     sample_prompt: str = "def "
     """Start of the sample."""
+    sample_every: Steps = 0
+    """Updates between samples; 0: only at the end."""
+    sample_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
+    """Divisor of the logits when a token is drawn; 0: always the likeliest."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto": on CUDA devices if there is one for each rank of this machine."""
     output: str = "runs/train"
     """Folder for metrics.jsonl, the logs of each rank and the final weights."""
 

@@ -37,7 +37,7 @@ BUCKETS = "each unit travels in its own buckets; overlap.reductions_in_flight bo
 GATHERS = "units are gathered as wholes; overlap.prefetch and overlap.keep_last_unit bound their memory"
 LAYOUT = "the layout of buffers and the choice of collectives are fixed here; results do not depend on them"
 CHECKS = "it configures checks or messages of DeepSpeed's own implementation"
-AVERAGE = "gradients are averaged without overflow between ranks; results do not depend on it"
+AVERAGE = "it orders the divisions around the sum over ranks, which is taken in fp32 here"
 TIMINGS = "this version prints no such report; the result does not depend on it"
 ANY_OPTIMIZER = "every element-wise torch optimizer works, and none is replaced"
 
