@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.demo import demo
+from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.launch import LAUNCH_SETTINGS, launch
 from shardwise.errors import ShardwiseError
@@ -43,6 +44,7 @@ def _program(
 app.command()(demo)
 app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
+app.command()(doctor)
 
 
 def main() -> None:
