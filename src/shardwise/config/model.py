@@ -27,6 +27,7 @@ Betas = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
 Steps = Annotated[int, Field(ge=0)]
 ZeroToThree = Annotated[int, Field(ge=0, le=3)]  # a Literal would take true for 1
 Rates = Rate | list[Rate]
+Fractions = Fraction | list[Fraction]
 
 
 class Section(BaseModel):
@@ -186,7 +187,7 @@ class WarmupCosineConfig(Section):
     name: Literal["warmup_cosine"]
     total_steps: Positive
     """Steps until the end of the cosine."""
-    num_warmup_steps: Steps = 1000
+    num_warmup_steps: Positive = 1000
     """Length of the warm-up."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the rate at the start."""
@@ -204,7 +205,7 @@ class RangeTestConfig(Section):
     """Learning rate at the start."""
     interval: Positive = 2000
     """Steps between rises."""
-    growth: Finite = 1.0
+    growth: Rate = 1.0
     """Rise per interval, as a fraction of ``min_lr``."""
     staircase: bool = False
     """Rise once per interval instead of at every step."""
@@ -214,15 +215,15 @@ class OneCycleConfig(Section):
     """Rise to ``max_lr`` and back (with the momentum the other way), then decay."""
 
     name: Literal["one_cycle"]
-    min_lr: Rate
+    min_lr: Rates
     """Learning rate at both ends of the cycle."""
-    max_lr: Rate
+    max_lr: Rates
     """Learning rate at the top."""
     decay_rate: Rate = 0.0
     """Decay of the rate per ``decay_interval`` after the cycle."""
     num_rise_steps: Positive = 2000
     """Steps of the rise."""
-    num_fall_steps: Positive | None = None
+    num_fall_steps: Steps | None = None
     """Steps of the fall; None: as many as of the rise."""
     rise_stairs: Steps = 0
     """Stairs of the rise; 0: none."""
@@ -232,9 +233,9 @@ class OneCycleConfig(Section):
     """Steps per decay; 0: no decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (or the first beta) against the rate."""
-    min_momentum: Fraction = 0.8
+    min_momentum: Fractions = 0.8
     """Momentum at the top of the cycle."""
-    max_momentum: Fraction = 0.9
+    max_momentum: Fractions = 0.9
     """Momentum at both ends."""
     momentum_decay_rate: Rate = 0.0
     """Growth of the momentum per ``decay_interval`` after the cycle."""

@@ -95,7 +95,7 @@ OFFLOAD = (
         {
             "topk_ratio": FRACTION, "select_strategy": TEXT, "select_interval": ANYTHING, "update_interval": ANYTHING,
             "overlap_step": BOOL, "offload": BOOL, "auto_ratio": FRACTION, "full_warm_up_rounds": WHOLE,
-            "pt_reserved_cores_perc": FRACTION,
+            "pt_reserved_cores_perc": FRACTION, "steps_per_epoch": or_null(COUNT),
         },
     ),
 )
@@ -193,6 +193,7 @@ TENSOR_PARALLEL = (
             "partition_config": or_null(OBJECT), "injection_policy_tuple": or_null(STRINGS),
             "vocab_parallel_lm_head": or_null(BOOL), "vocab_parallel_ce_backend": one_of("torch", "liger"),
             "keep_module_on_host": BOOL, "dtype": TEXT,
+            "replace_with_kernel_inject": BOOL, "kernel_inject": BOOL,
         },
         switch="tensor_parallel.autotp_size",
     ),
