@@ -31,6 +31,8 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
 )
+from shardwise.initial.recipe import Recipe, deferred_init
+from shardwise.initial.weights import from_weights
 from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.sharding import Sharding, hybrid, stage_sharding
@@ -48,6 +50,7 @@ __all__ = [
     "OffloadError",
     "Precision",
     "RankMismatchError",
+    "Recipe",
     "ShardedOptimizer",
     "Sharding",
     "ShardwiseError",
@@ -55,6 +58,8 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "deferred_init",
+    "from_weights",
     "full_gradients",
     "full_optimizer_state",
     "full_parameters",

@@ -4,7 +4,7 @@ Each is a thin composition of the layers below; read ``managed.py`` for what a s
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
@@ -18,16 +18,20 @@ from shardwise.comm.base import Mesh
 from shardwise.comm.process_group import mesh_from
 from shardwise.errors import ConfigError, NonFiniteError, StateError
 from shardwise.guard import ShardedParameter
+from shardwise.initial.delivery import Job, Source, fill
+from shardwise.initial.recipe import Recipe, RecipeWithWeights
+from shardwise.initial.weights import Weights
 from shardwise.lanes import Lanes, make_lanes
 from shardwise.layout import DEFAULT_ALIGN
 from shardwise.managed import RESERVED_NAME, Managed, make_bucket
 from shardwise.memory import Arena
-from shardwise.modules import Units, check_params, collect_params, find_units
+from shardwise.modules import NamedParam, Units, check_params, collect_params, find_units
 from shardwise.numerics.norm import check_norm_type
 from shardwise.numerics.scaler import LossScaler
 from shardwise.optim.families import state_words
 from shardwise.planner.memory import MemoryPlan
 from shardwise.precision import Precision
+from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.record import Agreement
 from shardwise.runtime.runtime import Means, Runtime, Window
@@ -47,7 +51,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
-InitialValues = Literal["broadcast", "verify"]
+InitialValues = Literal["broadcast", "verify"] | Source
 
 
 @torch.inference_mode(False)
@@ -74,7 +78,8 @@ def shard(
     Collective. Parameters become views of flat buffers; the module, its parameters and their names stay.
 
     Args:
-        model: on one device, with its initial values, without gradients.
+        model: on one device, with its initial values, without gradients; or on the meta device, see
+            ``initial_values``.
         mesh: a ``torch`` DeviceMesh of data-parallel axes, a mapping from axis name to ``Comm``, or None: one axis
             over the default process group (one rank if there is none).
         stage: 0, 1, 2 or 3 (the default), as in the ZeRO papers.
@@ -84,7 +89,10 @@ def shard(
             repeated blocks of the model and its large single layers.
         precision: dtypes of each state; None leaves parameters as they are, with fp32 masters for 16-bit ones.
         align: start of parameters and slices in the flat buffers, in elements.
-        initial_values: "broadcast" takes rank 0's values where ranks differ and warns, "verify" raises.
+        initial_values: "broadcast" takes rank 0's values where ranks differ and warns, "verify" raises. Or where the
+            values come from: the recipe of ``deferred_init``, or ``from_weights``. Then one parameter at a time is in
+            memory, of which this rank keeps its part, and the model may be on the meta device. Parameters stay the
+            same objects.
         prefetch: number of units gathered ahead of their use; each costs its gathered bytes.
         reductions_in_flight: buckets whose gradients travel while the backward goes on; each holds its gradients whole.
         keep_last_unit: do not free the unit that is used last between forward and backward.
@@ -97,9 +105,10 @@ def shard(
         RankMismatchError: ranks hold different models or settings.
         StateError: the model, or a part of it, is sharded already.
     """
+    source = None if isinstance(initial_values, str) else _source(initial_values)
     settings = replace(
         _settings(stage, sharding, precision, align, force_collectives),
-        initial_values=_one_of("initial_values", initial_values, ("broadcast", "verify")),
+        initial_values=source.label if source else _one_of("initial_values", initial_values, ("broadcast", "verify")),
         prefetch=prefetch,
         reductions_in_flight=reductions_in_flight,
         keep_last_unit=keep_last_unit,
@@ -113,7 +122,7 @@ def shard(
     taken = [p.name for p in params if isinstance(p.param, ShardedParameter)]
     if taken:
         raise StateError(f"parameters {taken[:5]} belong to another sharded model: shard the module around both")
-    device = check_params(params)
+    device = check_params(params, source.device_of if source else None)
     found = find_units(model, units)
     schedule = settings.schedule(len(found))
     whole: Mesh = mesh_from(mesh)
@@ -122,7 +131,10 @@ def shard(
     moving: Mesh = {axis: whole[axis] for axis in settings.axes(sizes)}
     agreement = Agreement(moving, device)
     agree_on_plan(agreement, members, settings)
-    agree_on_values(moving, agreement, params, settings)
+    job = Job(model=model, params=params, agreement=agreement, mesh=moving, device=device)
+    delivery = source.begin(job) if source else None
+    if delivery is None:
+        agree_on_values(moving, agreement, params, settings)
     means = Means(mesh=moving, arena=arena(device), lanes=lanes(device), journal=Journal())
     runtime = Runtime(
         [Unit(index, unit.name, ()) for index, unit in enumerate(found)],
@@ -132,15 +144,20 @@ def shard(
     )
     managed = Managed(model, found, runtime, Settler(runtime, agreement), settings, moving)
     first = managed.reserve(len(members))
+    buckets: list[tuple[Bucket, Sequence[NamedParam]]] = []
     for number, member in enumerate(members):  # one at a time: no more than one bucket is whole twice
         originals = [p.param.data for p in member.params]
         bucket = make_bucket(runtime, member, first + number, moving)
         unit = runtime.units[member.plan.unit]
         unit.set_buckets((*unit.buckets, bucket))
         managed.bind([member], [bucket])
-        bucket.params.adopt_full()
-        bucket.params.adopt_masters(originals)
+        if delivery is None:
+            bucket.params.adopt_full()
+            bucket.params.adopt_masters(originals)
         bucket.reshard()
+        buckets.append((bucket, member.params))
+    if delivery is not None:
+        fill(delivery, job, buckets)
     managed.seal()
     managed.hooks.attach()
     model.__dict__[RESERVED_NAME] = managed
@@ -166,8 +183,17 @@ def _settings(
     )
 
 
-def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
+def _source(given: Any) -> Source:
+    if not isinstance(given, Recipe | RecipeWithWeights | Weights):
+        raise ConfigError(
+            'initial_values must be "broadcast", "verify", the recipe of shardwise.deferred_init() or '
+            f"shardwise.from_weights(...), got {type(given).__name__}"
+        )
+    return given
+
+
+def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{field} must be one of {', '.join(allowed)}, got {value!r}")
     return value
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.guard import GuardAccess, guard_class
 from shardwise.layout import Slot
-from shardwise.modules import NamedParam
+from shardwise.modules import NamedParam, leave_meta
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit
@@ -76,11 +76,17 @@ class Binding(GuardAccess):
         return self._slots[id(param)]
 
     def attach(self, grad_ready: GradReady) -> None:
-        """Copy the parameters' values into the bucket and make the parameters views of it."""
+        """Copy the parameters' values into the bucket and make the parameters views of it.
+
+        Parameters on the meta device have no values; somebody else brings them.
+        """
         for member, slot in zip(self.members, self.bucket.site.layout.slots, strict=True):
             view = self.bucket.params.slot_view(slot)
-            view.copy_(member.param.data)
-            member.param.data = view
+            if member.param.is_meta:
+                leave_meta(member.param, view)
+            else:
+                view.copy_(member.param.data)
+                member.param.data = view
             if self.bucket.grads is not None:
                 self._hook(member.param, slot.index, grad_ready)
         self.note_versions()

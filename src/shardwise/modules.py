@@ -10,12 +10,23 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.guard import HOOK_ADVICE
 
-__all__ = ["NamedParam", "UnitModule", "Units", "check_params", "collect_params", "find_units", "place_params"]
+__all__ = [
+    "NamedParam",
+    "UnitModule",
+    "Units",
+    "check_params",
+    "collect_params",
+    "find_units",
+    "leave_meta",
+    "place_params",
+]
+
+DeviceOf = Callable[[Tensor, str], torch.device]
 
 Units = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | Sequence[str] | None
 
@@ -49,8 +60,12 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
     return [NamedParam(name=names[key][0], aliases=tuple(names[key][1:]), param=param) for key, param in params.items()]
 
 
-def check_params(params: Sequence[NamedParam]) -> torch.device:
+def check_params(params: Sequence[NamedParam], device_of: DeviceOf | None = None) -> torch.device:
     """Check that the parameters can be managed; return their device.
+
+    Args:
+        params: every parameter.
+        device_of: where a parameter (and its name) will be, which may be on the meta device now; None: where it is.
 
     Raises:
         ConfigError: there are none, or they lie on several devices or on the meta device, are of a dtype that cannot
@@ -64,13 +79,18 @@ def check_params(params: Sequence[NamedParam]) -> torch.device:
         raise ConfigError(f"parameters {lazy[:5]} have no shape yet: run one forward of the plain model first")
     devices: dict[torch.device, list[str]] = {}
     for p in params:
-        devices.setdefault(p.param.device, []).append(p.name)
+        device = p.param.device if device_of is None else device_of(p.param, p.name)
+        devices.setdefault(device, []).append(p.name)
     if len(devices) > 1:
         listed = "; ".join(f"{device}: {names[0]} and {len(names) - 1} more" for device, names in devices.items())
         raise ConfigError(f"parameters lie on several devices ({listed}): move the model to one device before shard()")
     device = next(iter(devices))
     if device.type == "meta":
-        raise ConfigError("the model is on the meta device: materialise it (model.to_empty, then initialise) first")
+        raise ConfigError(
+            "the model is on the meta device and has no values: build it inside `with shardwise.deferred_init() as "
+            "recipe:` and pass initial_values=recipe, or pass initial_values=shardwise.from_weights(file), or "
+            "materialise it first (model.to_empty, then initialise)"
+        )
     for p in params:
         if p.param.requires_grad and not p.param.dtype.is_floating_point:
             raise ConfigError(f"parameter {p.name} has dtype {p.param.dtype}: only floating-point parameters can train")
@@ -90,8 +110,35 @@ def check_params(params: Sequence[NamedParam]) -> torch.device:
             raise ConfigError(f"parameter {p.name}: {HOOK_ADVICE}")
         if not p.param.is_leaf:
             raise ConfigError(f"parameter {p.name} is not a leaf of autograd")
+        if p.param.is_meta:
+            _check_can_leave(p)
     _check_disjoint(params)
     return device
+
+
+def leave_meta(param: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter on the meta device memory; the object stays, with its class, flags, attributes and hooks.
+
+    Torch does not let ``param.data`` change the kind of device, so the object gets the inside of a new parameter, as in
+    ``torch.utils.swap_tensors``. That function swaps class and attributes too and refuses weak references (an LSTM
+    keeps some), which stay right here, because the object is the same.
+
+    Args:
+        param: a meta parameter that nothing else in C++ refers to.
+        data: of the same shape.
+    """
+    hooks = param._backward_hooks
+    torch._C._swap_tensor_impl(param, nn.Parameter(data, requires_grad=param.requires_grad))
+    if hooks is not None:
+        param._backward_hooks = hooks
+
+
+def _check_can_leave(p: NamedParam) -> None:
+    if p.param._use_count() > 1:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"parameter {p.name} is on the meta device and cannot leave it, because a view of it or a graph of "
+            "autograd refers to it: drop that before shard()"
+        )
 
 
 def _check_disjoint(params: Sequence[NamedParam]) -> None:

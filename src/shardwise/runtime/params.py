@@ -43,7 +43,9 @@ class ParamBuffers:
         place, dtypes, numel = site.placement, site.dtypes, site.layout.numel
         self.sharded_axes = place.num_param > 0
         self.full = site.arena.slab(Kind.GATHERED if self.sharded_axes else Kind.PARAM, numel, dtypes.param)
-        self.full.fill().zero_()
+        self.full.fill()
+        for start, stop in site.layout.gaps:  # the rest is written by whoever brings the values
+            self.full.tensor[start:stop].zero_()
         self.shard = self.full.tensor
         if self.sharded_axes:
             self.shard = site.arena.persistent(Kind.PARAM, numel // place.ways(place.num_param), dtypes.param)
@@ -90,6 +92,25 @@ class ParamBuffers:
             flat = values[part.slot.index].reshape(-1)
             offset = part.flat_start - start
             self.master[offset : offset + part.numel] = flat[part.param_start : part.param_start + part.numel]
+
+    def adopt_value(self, slot: Slot, value: Tensor) -> None:
+        """Write this rank's part of one parameter's initial value into shard and master; the full buffer stays away.
+
+        Args:
+            slot: the parameter's place.
+            value: the whole parameter; rounded to the dtypes of shard and master.
+        """
+        place, site = self.site.placement, self.site
+        targets = [(self.shard, place.num_param)]
+        if self.separate_master:
+            targets.append((self.master, place.num_optim))
+        site.lanes.on_compute(writes=[target for target, _ in targets])
+        flat = value.reshape(-1)
+        for target, depth in targets:
+            begin, end = site.bounds(depth)
+            first, last = max(slot.start, begin), min(slot.stop, end)
+            if first < last:
+                target[first - begin : last - begin] = flat[first - slot.start : last - slot.start]
 
     @torch.no_grad()
     def adopt_edits(self) -> None:
