@@ -25,6 +25,7 @@ from shardwise.config.model import (
     WarmupCosineConfig,
     WarmupDecayConfig,
 )
+from shardwise.interop.deepspeed.keys import KEYS, SCHEDULERS
 from shardwise.optim.schedules import (
     SCHEDULES,
     LRRangeTest,
@@ -519,3 +520,12 @@ def test_options_are_the_fields_of_the_native_configuration() -> None:
         for section in (WarmupConfig, WarmupDecayConfig, WarmupCosineConfig, RangeTestConfig, OneCycleConfig)
     }
     assert fields == {name: set(entry.options) for name, entry in SCHEDULES.items()}
+
+
+def test_translation_of_deepspeed_files_names_the_same_options() -> None:
+    for name, entry in SCHEDULES.items():
+        native, allowed = SCHEDULERS[entry.deepspeed_name]
+        assert native == name
+        assert sorted(allowed) == sorted(entry.options.values())
+        for ours, theirs in entry.options.items():
+            assert KEYS[f"scheduler.params.{theirs}"].to == f"scheduler.{ours}"
