@@ -103,28 +103,30 @@ def read_config(
     dialect = dialect or ("native" if tree.format == "toml" else _dialect_of(tree.values))
     foreign, native = _sorted_overrides(overrides, dialect, tree.problems)
     if dialect == "deepspeed":
-        set_keys = [_put(tree, key, value) for key, value in foreign]
-        written = translate(tree.values, source=name, device=device)
-        origins = {
-            key: "--set " + origin.removeprefix(f"{name}: ") if origin.removeprefix(f"{name}: ") in set_keys else origin
-            for key, origin in written.origins.items()
-        }
+        overridden = _put_all(tree, foreign)
+        written = translate(tree.values, source=name, device=device, overridden=frozenset(overridden))
     else:
-        written = Written(tree=tree.values, source=name)
-        origins = dict.fromkeys(leaves(tree.values), name)
+        written = Written(tree=tree.values, source=name, origins=dict.fromkeys(leaves(tree.values), name))
     result = Tree(values=plain(written.tree).values, format="dict", problems=[*tree.problems, *written.problems])
-    for key, value in native:
-        _put(result, key, value)
-        keys = leaves(value, f"{key}.") if isinstance(value, dict) else [key]
-        origins |= dict.fromkeys(keys, f"--set {key}")
-    return replace(written, tree=result.values, origins=origins, problems=tuple(result.problems))
+    overridden = _put_all(result, native)
+    return replace(
+        written,
+        tree=result.values,
+        origins={**written.origins, **{key: f"--set {key}" for key in overridden}},
+        names={key: foreign_key for key, foreign_key in written.names.items() if key not in overridden},
+        problems=tuple(result.problems),
+    )
 
 
-def _put(tree: Tree, key: str, value: Any) -> str:
-    problem = put(tree.values, key, value)
-    if problem:
-        tree.problems.append(problem)
-    return key
+def _put_all(tree: Tree, overrides: Sequence[tuple[str, Any]]) -> list[str]:
+    """Apply overrides and return the dotted keys that they set; what cannot be set becomes a problem."""
+    keys: list[str] = []
+    for key, value in overrides:
+        problem = put(tree.values, key, value)
+        if problem:
+            tree.problems.append(problem)
+        keys.extend(leaves(value, f"{key}.") if isinstance(value, dict) else [key])
+    return keys
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from shardwise.cli.main import app
 from shardwise.config.model import Config
 from shardwise.config.words import leaves
 from shardwise.configure import load_config
+from shardwise.errors import ConfigError
 
 FILES = Path(__file__).parents[1] / "config" / "files"
 
@@ -120,10 +121,13 @@ def test_schema_is_printed() -> None:
     assert set(json.loads(result.output)["properties"]) == set(Config.model_fields)
 
 
-@pytest.mark.parametrize("arguments", [["none.toml"], []])
-def test_what_cannot_be_read_is_an_error_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
+def test_no_file_is_an_error() -> None:
+    assert isinstance(run().exception, ConfigError)
+
+
+def test_what_cannot_be_read_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     program = "import sys; from shardwise.cli.main import main; sys.argv[0] = 'shardwise'; main()"
-    command = [sys.executable, "-c", program, "explain", *arguments]
+    command = [sys.executable, "-c", program, "explain", "none.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("ConfigError: ")

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed import deepspeed_keys
 
 FUZZ = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 FEWER = settings(FUZZ, max_examples=40)
 FILES = Path(__file__).parent / "files"
@@ -36,7 +36,7 @@ NATIVE: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False},
     "scheduler": {"name": "warmup_cosine", "total_steps": 100, "num_warmup_steps": 10, "min_ratio": 0.1},
     "overlap": {"prefetch": 2, "reductions_in_flight": 1, "keep_last_unit": False},
-    "model": {"name": "gpt-demo", "context": 128},
+    "model": {"name": "gpt-mini", "context": 128},
     "data": {"path": ["a.txt"], "field": "text", "held_out": 0.1},
     "train": {"steps": 10, "eval_every": 5, "output": "runs/x"},
 }

@@ -103,6 +103,7 @@ def test_every_problem_is_in_one_error() -> None:
         ({"stage": True}, "stage: expected an integer, got true"),
         ({"stage": 2.0}, "stage: expected an integer, got 2.0"),
         ({"stage": 4}, "stage: must be at most 3, got 4"),
+        ({"seed": 2**32}, "seed: must be less than 4294967296, got 4294967296"),
         ({"optimiser": {"name": "sgd"}}, "optimiser: unknown key; did you mean optimizer?"),
         ({"micro": 4}, "micro: unknown key; did you mean batch.micro?"),
         ({"train": {"stage": 2}}, "train.stage: unknown key; did you mean stage?"),

@@ -3,12 +3,14 @@
 import json
 import os
 from collections import OrderedDict, UserDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from shardwise.config.model import SGDConfig
 from shardwise.config.read import MAX_FILE_BYTES
 from shardwise.configure import load_config, read_config
 from shardwise.errors import ConfigError
@@ -93,6 +95,16 @@ def test_source_of_another_type_is_refused(source: object) -> None:
     assert "config: expected a path, a dict or None" in refusal(source)
 
 
+def test_members_of_enumerations_count_as_their_values() -> None:
+    class Kind(Enum):
+        SGD = "sgd"
+        TWO = 2
+
+    resolved = load_config({"optimizer": {"name": Kind.SGD}, "stage": Kind.TWO}, num_ranks=1)
+    assert resolved.config.optimizer == SGDConfig(name="sgd")
+    assert resolved.config.stage == 2
+
+
 def test_dict_that_holds_itself_is_refused() -> None:
     cycle: dict[str, Any] = {}
     cycle["batch"] = cycle
@@ -129,7 +141,7 @@ def test_override_is_toml_or_a_string(override: str, key: str, value: object) ->
 def test_override_of_a_section_is_merged() -> None:
     resolved = load_config({"batch": {"micro": 2}}, num_ranks=1, overrides=["batch={accumulation = 3}"])
     assert vars(resolved.batch) == {"size": 6, "micro": 2, "accumulation": 3}
-    assert resolved.origins["batch.accumulation"] == "--set batch"
+    assert resolved.origins["batch.accumulation"] == "--set batch.accumulation"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +174,16 @@ def test_overrides_of_a_deepspeed_file_take_its_names_and_native_ones() -> None:
     assert resolved.origins["stage"] == "--set zero_optimization.stage"
     assert resolved.origins["optimizer.lr"] == "--set optimizer.params.lr"
     assert resolved.origins["train.steps"] == "--set train.steps"
+    assert "optimizer.momentum: unknown key for optimizer adamw" in refusal(
+        source, overrides=["optimizer.momentum=0.5"]
+    )
+    assert "config: clip_grad_norm: must be at least 0" in refusal(source, overrides=["clip_grad_norm=-1"])
+    betas = {**source, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
+    wrong = refusal(betas, overrides=["optimizer.name=sgd"])
+    assert wrong == "config: optimizer.params.betas: not a setting of sgd"
+    merged = load_config(source, num_ranks=1, overrides=["zero_optimization={stage=2, overlap_comm=true}"])
+    assert merged.config.stage == 2
+    assert merged.origins["stage"] == "--set zero_optimization.stage"
     assert "zero_optimization.stag: unknown key" in refusal(source, overrides=["zero_optimization.stag=3"])
 
 

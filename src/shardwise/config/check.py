@@ -161,7 +161,8 @@ def _complaint(detail: ErrorDetails, key: str) -> str:
         return f": expected {EXPECTED[kind]}, got {show(value)}"
     if kind in LIMITS:
         words, limit = LIMITS[kind]
-        return f": must be {words} {context[limit]:g}, got {show(value)}"
+        bound = context[limit]
+        return f": must be {words} {int(bound) if bound == int(bound) else bound}, got {show(value)}"
     if kind in ("too_short", "too_long"):
         number = context.get("min_length", context.get("max_length"))
         return f": needs {number} items, got {context['actual_length']}"

@@ -261,7 +261,7 @@ class OverlapConfig(Section):
 class ModelConfig(Section):
     """The model that ``shardwise train`` builds or loads."""
 
-    name: str = "gpt-demo"
+    name: str = "gpt-mini"
     """Size of the built-in GPT, or the folder of a Hugging Face model."""
     context: Positive | None = None
     """Longest sequence, in tokens; None: the model's own."""

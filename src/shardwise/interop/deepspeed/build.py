@@ -25,6 +25,7 @@ class Build:
     Attributes:
         source: what to call the settings.
         device: type of the device that trains.
+        overridden: dotted keys that were set on the command line.
         entries: keys that were written, by their main spelling.
         sections: dotted names of the sections that were written.
         no_effect: reason -> spellings of the keys it is for; they share a note.
@@ -32,6 +33,7 @@ class Build:
 
     source: str
     device: str
+    overridden: frozenset[str] = frozenset()
     entries: dict[str, Entry] = field(default_factory=dict)
     sections: set[str] = field(default_factory=set)
     no_effect: dict[str, list[str]] = field(default_factory=dict)
@@ -85,8 +87,9 @@ class Build:
         """Set a native key; ``name`` is the DeepSpeed key that says so."""
         section, _, last = native.rpartition(".")
         (self.tree.setdefault(section, {}) if section else self.tree)[last] = value
-        self.names[native] = self.path(name)
-        self.origins[native] = f"{self.source}: {self.path(name)}"
+        path = self.path(name)
+        self.names[native] = path
+        self.origins[native] = f"--set {path}" if path in self.overridden else f"{self.source}: {path}"
 
     def set_default(self, native: str, value: Any, name: str, note: str) -> None:
         """Set a native key whose DeepSpeed key is absent, where the defaults differ."""

@@ -32,15 +32,22 @@ def deepspeed_keys() -> tuple[str, ...]:
     return (*KEYS, *ALIASES)
 
 
-def translate(values: Mapping[str, Any], *, source: str = "config", device: str = "cpu") -> Written:
+def translate(
+    values: Mapping[str, Any],
+    *,
+    source: str = "config",
+    device: str = "cpu",
+    overridden: frozenset[str] = frozenset(),
+) -> Written:
     """Express DeepSpeed's settings in native ones; nothing raises, problems are collected.
 
     Args:
         values: plain nested dicts, as in a DeepSpeed JSON file.
         source: what to call them in origins and errors.
         device: type of the device that trains; offloading to the host is nothing to do on "cpu".
+        overridden: dotted keys that were set on the command line.
     """
-    build = Build(source=source, device=device)
+    build = Build(source=source, device=device, overridden=overridden)
     _collect(values, "", build)
     for row in KEYS.values():
         if row.fate is Fate.SAME and not row.name.startswith("scheduler."):
