@@ -4,6 +4,7 @@ Where it can, a test runs the command in this process; its ranks are real proces
 takes a fraction of a second.
 """
 
+import gc
 import json
 import os
 import re
@@ -285,6 +286,32 @@ def test_log_folder_that_cannot_be_made_is_an_error() -> None:
     result = run(script("print('started')"))
     assert isinstance(result.exception, ConfigError)
     assert "--log-dir logs" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["no-such.py"], "there is no script 'no-such.py'"),
+        (["--no-python", "no-such"], "there is no program 'no-such'"),
+    ],
+)
+def test_missing_script_is_named_before_anything_starts(arguments: list[str], complaint: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert complaint in str(result.exception)
+    assert not Path("logs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch's, of a process that was never started
+def test_program_that_cannot_be_started_is_named(place: Path) -> None:
+    program = place / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o700)
+    result = run("--no-python", str(program))
+    assert isinstance(result.exception, ConfigError)
+    assert f"cannot start {program}" in str(result.exception)
+    del result
+    gc.collect()
 
 
 def test_real_ranks_meet_over_gloo() -> None:

@@ -4,6 +4,7 @@ Owns the options only, which are torchrun's; read ``launch/node.py`` and ``launc
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -170,7 +171,14 @@ def _launch_hosts(
 
 def _command(script: str, arguments: list[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
     if no_python:
-        return (script, *arguments)
+        program = shutil.which(script)
+        if program is None:
+            raise ConfigError(f"--no-python: there is no program {script!r} here or on the path")
+        return (program, *arguments)
+    if not module and not Path(script).exists():
+        raise ConfigError(
+            f"there is no script {script!r} in {Path.cwd()}; give a module with -m, a program with --no-python"
+        )
     return (sys.executable, "-u", *(["-m"] if module else []), script, *arguments)
 
 

@@ -41,7 +41,7 @@ def run_node(options: LaunchOptions) -> int:
     second one kills them. The status is then 128 plus the signal's number.
 
     Raises:
-        ConfigError: the port is taken, or the rendezvous cannot be made.
+        ConfigError: the port is taken, the rendezvous cannot be made, or the program cannot be started.
     """
     _silence_agent()
     if options.num_local_ranks > 1:
@@ -98,6 +98,8 @@ def _run_agent(options: LaunchOptions, streams: RankStreams, ranks: "_Ranks") ->
             agent.close_streams()
     except RendezvousError as error:
         raise ConfigError(f"the nodes did not meet: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot start {options.command[0]}: {error}") from error
     finally:
         handler.shutdown()
     return {rank: failure.exitcode for rank, failure in result.failures.items()} if result.is_failed() else {}
