@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,16 +29,20 @@ from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.runtime.record import Agreement
 
-__all__ = ["initialize"]
+__all__ = ["OPTIMIZERS", "initialize", "precision_of"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-}
+_DTYPES = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+)
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = MappingProxyType(
+    {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "lion": Lion,
+    }
+)
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 SchedulerSource = Any
@@ -82,7 +87,7 @@ def initialize(
         ConfigError: lists everything that is wrong with the configuration; the same on every rank.
         RankMismatchError: ranks have unlike configurations or models.
     """
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    device = _device_of(model, initial_values)
     owns_group = mesh is None and join_group(Environment.read(), device.type)
     try:
         whole = mesh_from(mesh)
@@ -151,7 +156,7 @@ def _build(
         mesh,
         stage=config.stage,
         units=units,
-        precision=_precision(config),
+        precision=precision_of(config),
         initial_values=initial_values,
         prefetch=config.overlap.prefetch,
         reductions_in_flight=config.overlap.reductions_in_flight,
@@ -204,10 +209,11 @@ def _optimizer(
     options = config.optimizer.model_dump(exclude={"name"})
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    return _OPTIMIZERS[config.optimizer.name](wanted, **options)
+    return OPTIMIZERS[config.optimizer.name](wanted, **options)
 
 
-def _precision(config: Config) -> Precision:
+def precision_of(config: Config) -> Precision:
+    """Return the dtypes that settings ask for."""
     names, scale = config.precision, config.loss_scale
     return Precision(
         param=None if names.param is None else _DTYPES[names.param],
@@ -223,6 +229,13 @@ def _precision(config: Config) -> Precision:
             fixed=scale.fixed,
         ),
     )
+
+
+def _device_of(model: nn.Module, initial_values: InitialValues) -> torch.device:
+    """Return where the model is, or will be if it is on the meta device."""
+    for name, param in model.named_parameters():
+        return param.device if isinstance(initial_values, str) else initial_values.device_of(param, name)
+    return torch.device("cpu")
 
 
 def _place(mesh: Mesh) -> tuple[int, int]:

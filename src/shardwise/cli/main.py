@@ -13,6 +13,7 @@ from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.launch import LAUNCH_SETTINGS, launch
+from shardwise.cli.train import train
 from shardwise.errors import ShardwiseError
 
 __all__ = ["app", "main"]
@@ -44,6 +45,7 @@ def _program(
 app.command()(demo)
 app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
+app.command()(train)
 app.command()(doctor)
 
 

@@ -288,7 +288,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long ``shardwise train`` runs, and what it reports."""
 
-    steps: Positive = 400
+    steps: Positive = 600
     """Updates."""
     eval_every: Steps = 100
     """Updates between evaluations; 0: only at the end."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.environment import set_default
+from shardwise.errors import ConfigError
 
 __all__ = ["Body", "Interrupted", "LocalJob", "RanksFailedError", "Tell", "catch_signals", "run_local"]
 
@@ -61,7 +62,15 @@ class LocalJob:
 
 
 class RanksFailedError(Exception):
-    """At least one rank failed; the text ends with what the first of them raised."""
+    """At least one rank failed; the text ends with what the first of them raised.
+
+    Attributes:
+        config_error: what is wrong with the settings, if that is how the first one failed: no traceback is needed then.
+    """
+
+    def __init__(self, text: str, config_error: str | None = None) -> None:
+        super().__init__(text)
+        self.config_error = config_error
 
 
 class Interrupted(BaseException):
@@ -87,6 +96,7 @@ class _Failure:
 
     seconds: float  # since the epoch; 0 for a rank that was killed, which is rarely the fault of another
     text: str
+    config_error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +165,8 @@ def run_local(job: LocalJob) -> Generator[tuple[int, Any], None, None]:
     finally:
         _stop(processes)
     if failures:
-        raise RanksFailedError(_describe(job.name, failures))
+        ordered = sorted(failures.items(), key=lambda item: item[1].seconds, reverse=True)
+        raise RanksFailedError(_describe(job.name, ordered), ordered[-1][1].config_error)
 
 
 def _start(job: LocalJob, rank: int, processes: list[SpawnProcess]) -> Connection:
@@ -200,8 +211,7 @@ def _stop(processes: Sequence[SpawnProcess]) -> None:
         process.join()
 
 
-def _describe(name: str, failures: Mapping[int, _Failure]) -> str:
-    ordered = sorted(failures.items(), key=lambda item: item[1].seconds, reverse=True)
+def _describe(name: str, ordered: Sequence[tuple[int, _Failure]]) -> str:
     of = f" of {name}" if name else ""
     texts = [f"rank {rank}{of}: {failure.text}" for rank, failure in ordered]
     return "\n".join([*texts[:-1], f"The first to fail, {texts[-1]}"])
@@ -235,8 +245,9 @@ def _rank_main(job: LocalJob, rank: int, pipe: Connection) -> None:
             dist.destroy_process_group()
     except Interrupted as interrupted:
         sys.exit(interrupted.exit_status)
-    except BaseException:
-        tell(_Failure(seconds=time.time(), text=traceback.format_exc()))
+    except BaseException as error:
+        wrong = str(error) if isinstance(error, ConfigError) else None
+        tell(_Failure(seconds=time.time(), text=traceback.format_exc(), config_error=wrong))
         sys.exit(1)
 
 

@@ -1,0 +1,387 @@
+"""One rank of a run: reads the text, builds the model, trains, evaluates, samples, and writes what came of it.
+
+``run_rank`` works on any mesh; ``run_process`` is what a process of its own does around it. The loop goes through the
+engine, as a user's would. What it tells is in ``report.py``; the folder of a run is in ``output.py``.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwise.access import full_parameters, full_state_dict, measured_bytes
+from shardwise.api import plan, unsharded
+from shardwise.comm.base import Mesh
+from shardwise.comm.process_group import mesh_from
+from shardwise.config.resolve import Resolved
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.runtime.record import Agreement
+from shardwise.start import OPTIMIZERS, initialize, precision_of
+from shardwise.train.measure import parameter_digest, peak_rss_bytes
+from shardwise.train.model import Blueprint, blueprint
+from shardwise.train.output import METRICS, SUMMARY, write_json, write_weights
+from shardwise.train.report import Evaluated, Finished, Message, Sampled, Started, StepDone, as_json
+from shardwise.train.sample import sample_text
+from shardwise.train.settings import engine_settings
+from shardwise.train.text import NOT_A_TARGET, Source, Text, read_text
+from shardwise.train.tokens import Tokenizer, load_tokenizer
+
+__all__ = ["Parts", "RunTask", "planned_bytes", "prepare", "run_process", "run_rank"]
+
+Tell = Callable[[Message], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTask:
+    """What every rank is given.
+
+    Attributes:
+        settings: of the run; the folder it names exists.
+        device_type: "cpu" or "cuda".
+    """
+
+    settings: Resolved
+    device_type: str = "cpu"
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.settings.config.train.output).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """What a run is made of before anything is sharded."""
+
+    tokenizer: Tokenizer
+    blueprint: Blueprint
+    text: Text
+
+
+def prepare(settings: Resolved) -> Parts:
+    """Read the text and the shape of the model.
+
+    Raises:
+        ConfigError: something that the settings name is missing or does not fit.
+    """
+    config = settings.config
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
+    model = blueprint(config.model, vocab=tokenizer.vocab, seed=config.seed)
+    text = read_text(config.data, tokenizer, length=model.context, seed=config.seed)
+    return Parts(tokenizer=tokenizer, blueprint=model, text=text)
+
+
+def planned_bytes(parts: Parts, settings: Resolved, rank: int) -> tuple[dict[str, int], int]:
+    """Return the planned bytes of a rank by kind, and the number of parameters of the whole model."""
+    config = settings.config
+    model = parts.blueprint.meta()
+    assert config.optimizer is not None  # load_settings fills it in
+    memory = plan(
+        model,
+        settings.num_ranks,
+        stage=config.stage,
+        units=parts.blueprint.units,
+        precision=precision_of(config),
+        optimizer=OPTIMIZERS[config.optimizer.name],
+        optimizer_options=config.optimizer.model_dump(exclude={"name"}),
+    )
+    return memory.of_rank(rank), sum(param.numel() for param in model.parameters())
+
+
+def run_process(task: RunTask, rank: int, tell: Tell) -> None:
+    """Do what a process of its own does: all it prints goes to its log. Its rank in the default group is ``rank``."""
+    with (task.folder / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    run_rank(task, mesh_from(None), tell, seeds=True)
+
+
+def run_rank(task: RunTask, mesh: Mesh, tell: Tell, *, seeds: bool = False) -> Finished:
+    """Train as one rank of a mesh.
+
+    Args:
+        task: what to do.
+        mesh: of the data-parallel ranks.
+        tell: is told how it goes on rank 0.
+        seeds: seed torch's generators of this process: alike on all ranks for what a model draws when it is built, and
+            differently for what it draws in training (dropout).
+
+    Returns:
+        How it ended, the same on every rank but for seconds.
+
+    Raises:
+        ConfigError: the text or the model does not fit, on any rank; the same on all.
+    """
+    rank = 0
+    for comm in mesh.values():
+        rank = rank * comm.size + comm.rank
+    task.folder.mkdir(parents=True, exist_ok=True)
+    with _Log(task.folder / f"rank-{rank}.log", rank) as log:
+        seed = task.settings.config.seed
+        if seeds:
+            torch.manual_seed(seed)
+        run = _Run(task, mesh, rank, log, tell)
+        if seeds:
+            torch.manual_seed(65_537 * (seed + 1) + rank)
+        try:
+            return run.train()
+        finally:
+            run.close()
+
+
+class _Log(AbstractContextManager["_Log"]):
+    """One rank's log, a line with the time for each entry; it tells how the rank ended."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._stream = path.open("a", encoding="utf-8", buffering=1)
+        self.write(f"rank {rank} begins, process {os.getpid()}")
+
+    def write(self, text: str) -> None:
+        """Add an entry."""
+        self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell what ended the rank."""
+        if isinstance(error, Exception):
+            self.write("failed\n" + "".join(traceback.format_exception(error)))
+        else:
+            self.write("done" if error is None else f"{type(error).__name__} {error}")
+        self._stream.close()
+
+
+class _Run:
+    """The state of one rank's run."""
+
+    def __init__(self, task: RunTask, mesh: Mesh, rank: int, log: _Log, tell: Tell) -> None:
+        self._task = task
+        self._settings = task.settings
+        self._config = task.settings.config
+        self._rank = rank
+        self._log = log
+        self._tell_parent = tell
+        self._device = torch.device(task.device_type)
+        self._agreement = Agreement(mesh, self._device)
+        self._parts = self._prepare()
+        self._planned, num_params = planned_bytes(self._parts, self._settings, rank)
+        model, values = self._parts.blueprint.build(self._device)
+        self._engine: Engine
+        self._engine, optimizer, _, _ = initialize(
+            model=model,
+            config=engine_settings(self._settings),
+            mesh=mesh,
+            units=self._parts.blueprint.units,
+            initial_values=values,
+        )
+        self._measured: dict[str, int] = {}
+        assert optimizer is not None
+        optimizer.register_step_post_hook(self._measure)
+        self._sums = self._config.loss_reduction == "sum"
+        self._metrics: TextIO | None = None
+        if rank == 0:
+            self._metrics = (task.folder / METRICS).open("w", encoding="utf-8", buffering=1)
+        text = self._parts.text
+        self._tell(
+            Started(
+                model=self._config.model.name,
+                num_params=num_params,
+                num_ranks=self._settings.num_ranks,
+                zero_stage=self._config.stage,
+                batch_size=self._settings.batch.size,
+                context=self._parts.blueprint.context,
+                num_files=text.num_files,
+                num_bytes=text.num_bytes,
+                num_tokens=text.num_tokens,
+                text_sha256=text.sha256,
+                not_text=text.not_text,
+                packed=text.packed,
+                planned_bytes=self._planned,
+                num_steps=self._config.train.steps,
+            )
+        )
+
+    def train(self) -> Finished:
+        """Do all updates, then evaluate, sample and write."""
+        start = time.perf_counter()
+        options = self._config.train
+        first_held_out = self._evaluate(0)
+        losses, tokens = [], 0
+        held_out, sample = first_held_out, ""
+        for step in range(1, options.steps + 1):
+            done = self._update(step)
+            losses.append(done.loss)
+            tokens += done.tokens
+            is_last = step == options.steps
+            evaluates = is_last or (options.eval_every > 0 and step % options.eval_every == 0)
+            samples = is_last or (options.sample_every > 0 and step % options.sample_every == 0)
+            held_out = self._evaluate(step) if evaluates else None
+            self._write_metrics(done, held_out)
+            if samples and options.sample_tokens:
+                sample = self._sample(step)
+        seconds = time.perf_counter() - start
+        digest = parameter_digest(full_parameters(self._engine.module))
+        finished = Finished(
+            steps=options.steps,
+            seconds=seconds,
+            tokens=tokens,
+            skipped=self._engine.skipped_steps,
+            first_loss=losses[0],
+            last_loss=losses[-1],
+            first_held_out_loss=first_held_out,
+            held_out_loss=held_out,
+            digest=digest,
+            weights=str(self._write_weights()),
+            sample=sample,
+        )
+        if self._rank == 0:
+            write_json(self._task.folder / SUMMARY, as_json(finished))
+        self._tell(finished)
+        return finished
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _prepare(self) -> Parts:
+        """Read what every rank reads; fail on all ranks if one cannot, or if they read unlike text."""
+        problem, parts = "", None
+        try:
+            parts = prepare(self._settings)
+        except ConfigError as error:
+            problem = str(error)
+        said = [text for text in self._agreement.texts(problem, "the text and the model") if text]
+        if said or parts is None:
+            raise ConfigError(said[0])
+        self._agreement.check_lines([f"sha256 {parts.text.sha256}", f"{parts.text.num_tokens} tokens"], "the text")
+        return parts
+
+    def _update(self, step: int) -> StepDone:
+        start = time.perf_counter()
+        batch = self._settings.batch
+        rate = self._engine.get_lr()[0]
+        losses: list[Tensor] = []
+        count = 0
+        for index in range(batch.accumulation):
+            number = (step - 1) * batch.accumulation + index
+            pair = self._parts.text.training.micro_batch(
+                number=number, rank=self._rank, num_ranks=self._settings.num_ranks, size=batch.micro
+            )
+            loss, num_targets = self._loss(pair, "sum" if self._sums else "mean")
+            self._engine.backward(loss, count=num_targets if self._sums else None)
+            self._engine.step()
+            losses.append(loss.detach())
+            count += num_targets
+        own_loss = float(torch.stack(losses).double().sum())
+        total_loss, tokens = self._sum_over_ranks(own_loss, float(count))
+        num_losses = tokens if self._sums else batch.accumulation * self._settings.num_ranks
+        done = StepDone(
+            step=step,
+            loss=total_loss / num_losses,
+            lr=rate,
+            grad_norm=float(self._engine.get_global_grad_norm() or 0.0),
+            tokens=int(tokens),
+            seconds=time.perf_counter() - start,
+            skipped=self._engine.skipped_steps,
+            planned_bytes=self._planned,
+            measured_bytes=self._measured,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+        self._tell(done)
+        return done
+
+    def _loss(self, pair: tuple[Tensor, Tensor], reduction: str) -> tuple[Tensor, int]:
+        """Return the cross-entropy in nats and the number of targets."""
+        inputs, targets = (tensor.to(self._device) for tensor in pair)
+        logits = self._parts.blueprint.logits(self._engine, inputs)
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_A_TARGET, reduction=reduction
+        )
+        return loss, int((pair[1] != NOT_A_TARGET).sum())
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> float | None:
+        """Return the mean loss over held-out tokens of all ranks."""
+        source: Source | None = self._parts.text.held_out
+        if source is None:
+            return None
+        self._engine.eval()
+        total, count = 0.0, 0
+        num_ranks, each = self._settings.num_ranks, self._config.train.eval_batches
+        for index in range(each):
+            pair = source.spread(
+                number=index * num_ranks + self._rank, count=each * num_ranks, size=self._settings.batch.micro
+            )
+            loss, num_targets = self._loss(pair, "sum")
+            total, count = total + float(loss), count + num_targets
+        self._engine.train()
+        summed, tokens = self._sum_over_ranks(total, float(count))
+        held_out_loss = summed / tokens
+        self._tell(Evaluated(step=step, held_out_loss=held_out_loss))
+        return held_out_loss
+
+    def _sample(self, step: int) -> str:
+        options, parts = self._config.train, self._parts
+        model = self._engine.module
+        model.eval()
+        with unsharded(model, writes=False):  # one gather for all tokens
+            text = sample_text(
+                lambda tokens: parts.blueprint.logits(model, tokens),
+                parts.tokenizer,
+                prompt=options.sample_prompt,
+                num_tokens=options.sample_tokens,
+                context=parts.blueprint.context,
+                temperature=options.sample_temperature,
+                seed=self._config.seed,
+                device=self._device,
+            )
+        model.train()
+        self._tell(Sampled(step=step, text=text))
+        return text
+
+    def _write_weights(self) -> Path:
+        """Write the weights of all ranks, on rank 0."""
+        state = full_state_dict(self._engine.module)
+        folder = self._task.folder
+        if self._rank == 0:
+            self._parts.blueprint.save_config(folder)
+            return write_weights(folder, state, self._config.data.tokenizer)
+        return folder / "model.safetensors"
+
+    def _write_metrics(self, done: StepDone, held_out_loss: float | None) -> None:
+        if self._metrics is not None:
+            values = as_json(done)
+            if held_out_loss is not None:
+                values["held_out_loss"] = held_out_loss
+            self._metrics.write(json.dumps(values, allow_nan=False) + "\n")
+
+    def _measure(self, *_: Any) -> None:
+        """Note the memory when all of it is there: after the optimizer moved, before the gradients go."""
+        self._measured = measured_bytes(self._engine.module)
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        words = torch.tensor(values, dtype=torch.float64).view(torch.int64)
+        rows = self._agreement.words(words, "losses").cpu().view(torch.float64)
+        return [float(sum(column)) for column in zip(*rows.tolist(), strict=True)]  # in rank order, on every rank
+
+    def _tell(self, message: Message) -> None:
+        every = self._config.log_every or 1
+        if not isinstance(message, StepDone) or message.step % every == 0 or message.step == 1:
+            shown = {key: value for key, value in asdict(message).items() if key != "sample"}
+            self._log.write(f"{type(message).__name__} {json.dumps(shown)}")
+        if self._rank == 0:
+            self._tell_parent(message)

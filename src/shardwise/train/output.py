@@ -1,0 +1,90 @@
+"""The folder of a run: refused if it holds one already; what is written there appears whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+
+__all__ = ["METRICS", "SETTINGS", "SUMMARY", "WEIGHTS", "prepare_output", "replace_file", "write_json", "write_weights"]
+
+METRICS, SETTINGS, SUMMARY, WEIGHTS = "metrics.jsonl", "settings.toml", "summary.json", "model.safetensors"
+_RUN_FILES = (METRICS, SETTINGS, SUMMARY, WEIGHTS, "config.json", "generation_config.json", "tokenizer.json")
+
+
+def prepare_output(folder: Path, settings: str, *, overwrite: bool) -> None:
+    """Make the folder of a run and write its settings there.
+
+    Args:
+        folder: of the run.
+        settings: effective settings, as TOML.
+        overwrite: remove the files of the run that the folder holds; others stay.
+
+    Raises:
+        ConfigError: the folder holds a run and ``overwrite`` is false, or it cannot be made.
+    """
+    try:
+        found = [name for name in (METRICS, SETTINGS, SUMMARY, WEIGHTS) if (folder / name).exists()]
+        if found and not overwrite:
+            raise ConfigError(
+                f"train.output: {folder} holds a run already ({', '.join(found)}): pass --overwrite, or take another "
+                "folder: --set train.output=FOLDER"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if found:
+            for path in [*(folder / name for name in _RUN_FILES), *folder.glob("rank-*.log")]:
+                path.unlink(missing_ok=True)
+        replace_file(folder / SETTINGS, lambda path: path.write_text(settings, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"train.output: {folder}: {error.strerror}") from None
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let ``write`` write a file beside ``path``, then move it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object."""
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_weights(folder: Path, state: Mapping[str, Tensor], tokenizer: str) -> Path:
+    """Write a state dict as safetensors, and the tokenizer's file beside it; return the file of the weights.
+
+    Of names that share a tensor the first is written.
+
+    Args:
+        folder: where.
+        state: whole tensors by name.
+        tokenizer: "bytes", or the path of a tokenizer.json or of its folder.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.numel())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    path = folder / WEIGHTS
+    replace_file(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"}))
+    if tokenizer != "bytes":
+        source = Path(tokenizer).expanduser()
+        source = source / "tokenizer.json" if source.is_dir() else source
+        replace_file(folder / "tokenizer.json", lambda temporary: shutil.copyfile(source, temporary))
+    return path
