@@ -157,7 +157,11 @@ def shard(
         bucket.reshard()
         buckets.append((bucket, member.params))
     if delivery is not None:
-        fill(delivery, job, buckets)
+        try:
+            fill(delivery, job, buckets)
+        except BaseException:
+            managed.release(keep=False)  # nobody must read parameters without memory
+            raise
     managed.seal()
     managed.hooks.attach()
     model.__dict__[RESERVED_NAME] = managed

@@ -209,8 +209,15 @@ def test_unlike_values_of_ranks_are_found_out(monkeypatch: pytest.MonkeyPatch) -
     def body(mesh: Mesh) -> None:
         with pytest.raises(RankMismatchError, match="different initial values of 1 parameters, first bias"):
             shardwise.shard(pairs[flat_rank(mesh)][0], mesh, initial_values=pairs[flat_rank(mesh)][1])
+        assert pairs[flat_rank(mesh)][0].weight.shape == (0,)  # not freed memory that can be read
 
     run_ranks(2, body)
+
+
+def test_recipe_of_another_model_is_refused() -> None:
+    _, recipe = deferred(lambda: nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="made nothing of this model"):
+        shardwise.shard(nn.Linear(2, 2), initial_values=recipe)
 
 
 def test_meta_model_without_a_source_is_refused_with_advice() -> None:

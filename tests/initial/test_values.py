@@ -135,6 +135,48 @@ def test_order_of_parameters_does_not_matter() -> None:
     assert differences(recipe.materialize(model), expected) == []
 
 
+def test_draws_that_depend_on_draws_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.initial import replay
+
+    depth = 30
+
+    def build() -> nn.Module:
+        net = nn.ParameterList(nn.Parameter(torch.bernoulli(torch.rand(3))) for _ in range(depth))
+        net.append(nn.Parameter(net[0].data + torch.randn(3)))
+        return net
+
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    model, recipe = deferred(build)
+    count = 0
+    real = replay._call_drawing
+
+    def counted(*args: object) -> object:
+        nonlocal count
+        count += 1
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replay, "_call_drawing", counted)
+    assert differences(recipe.materialize(model), expected) == []
+    assert count <= 5 * depth
+
+
+def test_device_of_a_moved_model_is_remembered() -> None:
+    """With a kind of device that torch names on every machine."""
+    with shardwise.deferred_init() as recipe:
+        model = nn.Linear(3, 3).to("xla:0")
+        assert model.weight.device == torch.device("xla:0")
+        assert not model.weight.is_cpu
+        more = torch.zeros(3, device=model.weight.device)
+        assert more.to("xla:0") is more
+        assert (model.weight + more).device == torch.device("xla:0")
+        assert (more.cpu() + torch.ones(3)).device == torch.device("cpu")
+        with pytest.raises(ConfigError, match=r"draws on xla:0.*build the model on the CPU"):
+            model.weight.data.normal_()
+    assert recipe.device_of(model.weight, "weight") == torch.device("xla:0")
+
+
 def test_gradient_hooks_of_the_constructor_stay() -> None:
     def build() -> nn.Module:
         net = nn.Linear(3, 3)

@@ -155,6 +155,8 @@ class Recipe:
                 self.device_of(tensor, name)
         except ConfigError as error:
             problem = str(error)
+        if not problem and not any(tensor.is_meta for _, tensor in named_tensors(job.model)):
+            problem = "the recipe made nothing of this model, which has values: leave initial_values out"
         job.check(problem)
         known = [f"{p.name} holds {content_hash(p.param):x}" for p in job.params if not p.param.is_meta]
         job.agreement.check_lines(self._recorder.tape.lines() + known, "the recorded construction")

@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.states = GeneratorStates()
-        self._replay = Replay(self.tape)
+        self._replay = Replay(self.tape, keep=True)
         self._paused = False
         self._storages: dict[int, int] = {}  # by identity of the meta storage
         self._kept: list[torch.UntypedStorage] = []  # so that identities are not used twice
@@ -216,6 +216,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = device
+        if not sources and not written and any(argument.name == "dtype" for argument in func._schema.arguments):
+            kwargs.setdefault("dtype", results[0].dtype)
         node = None if generator is None else self.states.node(generator)
         op = Op(
             index=len(self.tape.ops),

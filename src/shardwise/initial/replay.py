@@ -4,6 +4,7 @@ Random operations are drawn in the order of the tape; those that nobody needs, o
 that is freed at once. What lives at a time is the storage that is computed and the temporaries of its own computation.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ Memory = dict[int, torch.UntypedStorage]  # by number of the recording
 _WITH_GENERATOR = MappingProxyType(
     {"default": "generator", "out": "generator_out", "low": "low_generator", "low_out": "low_generator_out"}
 )
+_SWITCHING = threading.Lock()
 _UNDEFINED = frozenset(["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"])
 
 
@@ -33,13 +35,16 @@ class Replay:
     Args:
         tape: what was recorded.
         roots: states to begin from, in the place of those that were recorded.
+        keep: keep all random states that were ever computed (5 KB each), for a tape that still grows. Otherwise those
+            that will be needed are kept, unless some draw depends on data: its data may go back to any state.
     """
 
-    def __init__(self, tape: Tape, roots: Mapping[Node, Tensor] | None = None) -> None:
+    def __init__(self, tape: Tape, roots: Mapping[Node, Tensor] | None = None, *, keep: bool = False) -> None:
         self._tape = tape
         self._roots = dict(roots or {})
         self._known: dict[Node, Tensor] = {}  # states that will be needed, and the latest
         self._pending: Counter[Node] = Counter()
+        self._keep = keep or any(op.draws is not None and not op.blind for op in tape.ops)
         self._generator = torch.Generator()
 
     def expect(self, parts: Iterable[Sequence[int]]) -> None:
@@ -113,7 +118,7 @@ class Replay:
         self._forget(op.draws)
 
     def _forget(self, node: Node) -> None:
-        if self._pending[node] <= 0:
+        if self._pending[node] <= 0 and not self._keep:
             self._known.pop(node, None)
 
     def _steal(self, op: Op, memory: Memory, last: Mapping[int, int], keep: frozenset[int]) -> bool:
@@ -210,12 +215,13 @@ def _call_drawing(func: Any, args: Any, kwargs: dict[str, Any], generator: torch
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype == before:
+    if dtype == torch.get_default_dtype():
         yield
         return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with _SWITCHING:  # ranks may be threads, and the default is everyone's
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -106,7 +106,8 @@ class GPT(nn.Module):
     Args:
         config: shape of the model.
         generator: CPU generator of the initial weights; None: a new one with seed 0. Equal generators give equal
-            weights on every device. On the meta device nothing is drawn.
+            weights on every device. On the meta device nothing is drawn; inside ``shardwise.deferred_init`` it is
+            remembered what to draw.
     """
 
     def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
