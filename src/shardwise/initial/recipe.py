@@ -135,7 +135,7 @@ class Recipe:
             self.device_of(p.param, p.name)
         for p, value in self._deliver(model, params, frozenset()):
             if p.param.is_meta:
-                leave_meta(p.param, value.clone() if value.untyped_storage().nbytes() > value.nbytes else value)
+                leave_meta(p.param, value)
         return model
 
     def begin(self, job: Job) -> Delivery:

@@ -33,8 +33,12 @@ _BLIND_DRAWS = frozenset(
     """normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ rand randn randint randperm rand_like
     randn_like randint_like""".split()  # noqa: SIM905
 )
-# Their meta kernels promise other strides than the real ones have, so they are computed at once.
-_WRONG_ON_META = frozenset(["_linalg_svd"])
+# torch 2.13: their meta kernels promise other strides than the real ones give, so they are computed at once. Found by
+# comparing the two for torch's own table of operations; replay finds the rest.
+_WRONG_ON_META = frozenset(
+    """_linalg_svd linalg_eig _fft_c2r _fft_r2c copysign floor_divide log_sigmoid_forward xlogy
+    special_xlog1py""".split()  # noqa: SIM905
+)
 # Their tensor argument gives its shape, never its contents.
 _SHAPE_ONLY = frozenset(
     """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros
@@ -171,10 +175,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         word = func.overloadpacket.__name__
         if word in _BLIND_DRAWS and word.endswith("_"):
             return args[0]  # torch imports its compiler, two seconds and 80 MB, to run normal_ on the meta device
-        if _makes_tensor(func) and word not in _WRONG_ON_META:
+        divides_in_a_mode = word == "div" and kwargs.get("rounding_mode") is not None  # as _WRONG_ON_META
+        if _makes_tensor(func) and word not in _WRONG_ON_META and not divides_in_a_mode:
             on_meta = map_leaves(args, _as_meta), map_leaves(kwargs, _as_meta)
             try:
-                return func(*on_meta[0], **on_meta[1])
+                made = func(*on_meta[0], **on_meta[1])
+                # Its real kernels give contiguous tensors, its meta kernels keep the strides of the mean.
+                return torch.empty(made.shape, dtype=made.dtype, device=_META) if word == "normal" else made
             except NotImplementedError:  # the shape depends on the data, or nobody wrote the meta kernel
                 if draws or in_place:
                     raise _refusal(func, "torch cannot run it without data; use other operations") from None

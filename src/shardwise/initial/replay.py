@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, each, map_leaves, name_of
+from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, each, is_same_place, map_leaves, name_of
 
 __all__ = ["Replay", "strided"]
 
@@ -166,12 +166,13 @@ class Replay:
         for tensor, ref in zip(each(out, Tensor), op.makes, strict=True):
             if ref.storage not in op.new:
                 continue
-            found = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-            if found != (ref.size, ref.stride, ref.offset, ref.dtype):
+            found = Ref(
+                ref.storage, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+            )
+            if not is_same_place(found, ref):
                 raise ConfigError(
-                    f"{name_of(op.func)} of the recorded construction gives a tensor of (shape, strides, offset, "
-                    f"dtype) {found}, but on the meta device {(ref.size, ref.stride, ref.offset, ref.dtype)}: torch's "
-                    "meta kernel is wrong there. Compute this value without it, or build the model without "
+                    f"{name_of(op.func)} of the recorded construction gives {found}, but on the meta device {ref}: "
+                    "torch's meta kernel is wrong there. Compute this value without it, or build the model without "
                     "deferred_init()"
                 )
             if tensor.untyped_storage()._cdata in given:

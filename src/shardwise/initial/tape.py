@@ -16,7 +16,19 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Constant", "Node", "Op", "Ref", "Tape", "content_hash", "each", "is_whole", "map_leaves", "name_of"]
+__all__ = [
+    "Constant",
+    "Node",
+    "Op",
+    "Ref",
+    "Tape",
+    "content_hash",
+    "each",
+    "is_same_place",
+    "is_whole",
+    "map_leaves",
+    "name_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +186,14 @@ def is_whole(ref: Ref) -> bool:
             return False
         expected *= size
     return True
+
+
+def is_same_place(first: Ref, second: Ref) -> bool:
+    """Whether two views hold the same elements at the same places; strides over one element say nothing."""
+    if (first.size, first.offset, first.dtype) != (second.size, second.offset, second.dtype):
+        return False
+    strides = zip(first.size, first.stride, second.stride, strict=True)
+    return 0 in first.size or all(size == 1 or own == other for size, own, other in strides)
 
 
 def _bytes(ref: Ref) -> int:
