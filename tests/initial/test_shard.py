@@ -139,6 +139,21 @@ def test_optimizer_built_before_sharding_updates_the_model() -> None:
     assert any(not torch.equal(before[name], value) for name, value in shardwise.full_parameters(model).items())
 
 
+def test_engine_takes_a_recipe() -> None:
+    def run(model: nn.Module, values: object) -> dict[str, Tensor]:
+        config = {"batch": {"size": 2}, "optimizer": {"name": "sgd", "lr": 0.1}}
+        engine, *_ = shardwise.initialize(model=model, config=config, initial_values=values)  # type: ignore[arg-type]
+        engine.backward(engine(torch.zeros(2, 4, dtype=torch.int64)).logsumexp(-1).mean())
+        engine.step()
+        found = shardwise.full_parameters(engine.module)
+        engine.destroy()
+        return found
+
+    expected = run(ordinary(CONSTRUCTORS["gpt"]), "verify")
+    found = run(*deferred(CONSTRUCTORS["gpt"]))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_generator_stands_where_ordinary_construction_leaves_it() -> None:
     ordinary(CONSTRUCTORS["convolutions_as_in_a_resnet"])
     after = torch.get_rng_state()

@@ -262,6 +262,17 @@ def test_array_of_recorded_numbers_is_read_only() -> None:
         torch.ones(3).numpy()[0] = 2
 
 
+def test_array_and_its_tensor_stay_one() -> None:
+    array = np.zeros(3)
+    with shardwise.deferred_init():
+        torch.from_numpy(array).add_(1)
+        torch.as_tensor(array).mul_(2)
+        assert array.tolist() == [2.0, 2.0, 2.0]
+        assert torch.tensor(array).is_cpu
+        array += 1
+        assert torch.from_numpy(array).sum().item() == 9.0
+
+
 def test_outside_tensor_that_changes_is_noticed() -> None:
     outside = torch.ones(3)
     with shardwise.deferred_init() as recipe:

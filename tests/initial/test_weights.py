@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import ConfigError, Precision, RankMismatchError, Recipe
 from shardwise.comm.base import Mesh
-from shardwise.testing.ranks import flat_rank, run_ranks
+from shardwise.testing.ranks import flat_rank, run_processes, run_ranks
 
 SOURCES = ("mapping", "file", "folder", "index")
 MODELS = ("meta", "ordinary", "recipe")
@@ -299,3 +299,21 @@ def test_one_tensor_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     shardwise.shard(model, initial_values=values)  # type: ignore[arg-type]
     assert len(alive) == len(one_name_each(weights()))
     assert most == 1
+
+
+def _process(mesh: Mesh) -> dict[str, Tensor]:
+    """Weights that only rank 0 has, over a recipe that draws the rest; see below."""
+    state = weights() if flat_rank(mesh) == 0 else {}
+    model, values = build("recipe", state, unsaved=True, rank0_only=True)
+    shardwise.shard(model, mesh, initial_values=values)  # type: ignore[arg-type]
+    return {**shardwise.full_state_dict(model), "mask": model.mask}
+
+
+@pytest.mark.matrix
+def test_processes_hold_the_weights_of_rank_0() -> None:
+    expected = weights()
+    torch.manual_seed(1)
+    expected["mask"] = Net(unsaved=True).mask
+    for found in run_processes(2, _process):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
