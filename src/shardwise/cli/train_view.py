@@ -90,10 +90,11 @@ class TrainView:
         self._tokens += done.tokens
         self._seconds += done.seconds
         line = self._line(done)
+        shows_line = done.step % self._line_every == 0 or done.step in (1, self._num_steps)
         if self._live is not None:
             self._bars.update(self._bars.task_ids[0], completed=done.step)
-            self._live.update(self._panel(done, line))
-        if done.step % self._line_every == 0 or done.step in (1, self._num_steps):
+            self._live.update(self._panel(done, line), refresh=shows_line)
+        if shows_line:
             self._print(line)
             self._tokens, self._seconds = 0, 0.0
 

@@ -282,19 +282,19 @@ class DataConfig(Section):
     """Cut windows out of all text in a row, or train on one document after the other; None: only JSONL alone is not
     packed."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Fraction of the text kept for evaluation."""
+    """Fraction of the text kept for evaluation, at least one window; 0: none."""
 
 
 class TrainConfig(Section):
     """How long ``shardwise train`` runs, and what it reports."""
 
-    steps: Positive = 600
+    steps: Positive = 1000
     """Updates."""
     eval_every: Steps = 100
     """Updates between evaluations; 0: only at the end."""
     eval_batches: Positive = 8
     """Micro-batches per rank and evaluation."""
-    sample_tokens: Steps = 200
+    sample_tokens: Steps = 300
     """Tokens of the sample at the end; 0: none."""
     sample_prompt: str = "def "
     """Start of the sample."""

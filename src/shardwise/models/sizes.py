@@ -43,9 +43,10 @@ class GPTSize:
         )
 
 
-# Shapes of GPT-2: Radford et al. 2019, table 2. Rates: Brown et al., arXiv:2005.14165, table 2.1, for models as large.
+# Two for bytes that train on a few cores. Shapes of GPT-2: Radford et al. 2019, table 2. Rates: Brown et al., arXiv:2005.14165, table 2.1, for models as large.
 GPT_SIZES: Mapping[str, GPTSize] = MappingProxyType(
     {
+        "gpt-nano": GPTSize(width=64, heads=2, depth=2, context=64, tied=False, lr=5e-3, micro=8),
         "gpt-mini": GPTSize(width=192, heads=6, depth=4, context=128, tied=False, lr=3e-3, micro=8),
         "gpt2": GPTSize(width=768, heads=12, depth=12, context=1024, tied=True, lr=6e-4, micro=1),
         "gpt2-medium": GPTSize(width=1024, heads=16, depth=24, context=1024, tied=True, lr=3e-4, micro=1),

@@ -19,6 +19,7 @@ from shardwise.train.tokens import Tokenizer
 __all__ = ["NOT_A_TARGET", "DocumentText", "PackedText", "Source", "Text", "is_packed", "read_text"]
 
 NOT_A_TARGET = -100  # what cross_entropy leaves out
+WINDOWS_PER_BLOCK = 16
 
 
 class Source(Protocol):
@@ -195,17 +196,27 @@ def _ended(tokens: Tensor, end: int | None) -> Tensor:
 def _split_packed(
     tokens: Tensor, lengths: Sequence[int], fraction: float, length: int, seed: int
 ) -> tuple[Source, Source | None]:
-    """Hold out the end of the text."""
-    num_held_out = int(tokens.numel() * fraction)
+    """Hold out blocks of several windows at equal distances, so that they are like the rest."""
+    num_held_out = max(int(tokens.numel() * fraction), length + 1) if fraction else 0
     num_training = tokens.numel() - num_held_out
-    for name, number in (("training", num_training), ("held-out", num_held_out)):
-        if number <= length and (fraction > 0 or name == "training"):
-            raise ConfigError(
-                f"data: the {name} part of the text has {number} tokens, too few for one window of {length} and the "
-                f"token after it: bring more text, a smaller model.context, or another data.held_out ({fraction})"
-            )
-    training = PackedText(tokens=tokens[:num_training], length=length, seed=seed)
-    held_out = PackedText(tokens=tokens[num_training:], length=length, seed=seed) if fraction else None
+    if num_training <= length:
+        raise ConfigError(
+            f"data: {max(0, num_training)} of {tokens.numel()} tokens are left for training, too few for one window of "
+            f"{length} and the token after it: bring more text, a smaller model.context or a smaller data.held_out"
+        )
+    if not fraction:
+        return PackedText(tokens=tokens, length=length, seed=seed), None
+    num_blocks = max(1, num_held_out // (WINDOWS_PER_BLOCK * (length + 1)))
+    numel = num_held_out // num_blocks
+    starts = [(2 * index + 1) * num_training // (2 * num_blocks) + index * numel for index in range(num_blocks)]
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    end = 0
+    for start in starts:
+        parts[0].append(tokens[end:start])
+        end = start + numel
+        parts[1].append(tokens[start:end])
+    parts[0].append(tokens[end:])
+    training, held_out = (PackedText(tokens=torch.cat(part), length=length, seed=seed) for part in parts)
     return training, held_out
 
 
