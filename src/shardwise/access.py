@@ -110,18 +110,23 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return this rank's part of every master parameter, flat, by name; names of which it owns nothing are missing.
 
-    The tensors are live views: read them between steps, do not keep them.
+    The tensors are live views: read them between steps, do not keep them. Editing them is an error at the next forward
+    or step: edit inside ``unsharded``.
     """
-    return dict(_local(_buckets(model), lambda bucket: bucket.params.master))
+    loans = Managed.of(model).loans
+    found = _local(_buckets(model), lambda bucket: bucket.params.master)
+    return {name: loans.lend(part) for name, part in found}
 
 
 def local_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return this rank's part of every reduced gradient, flat, by name. Live views.
 
-    Call it after ``clip_grad_norm_`` or before ``step``, on every rank: it ends an open window.
+    Call it after ``clip_grad_norm_`` or before ``step``, on every rank: it ends an open window. Edits count: the norm
+    is taken anew.
     """
     managed = Managed.of(model)
     arrived = managed.settler.settle().arrived
+    managed.runtime.grads_version += 1
     buckets = [bucket for bucket in managed.runtime.trainable_buckets() if bucket.trainable_grads.has_result]
     return {
         slot_name: grad

@@ -323,7 +323,7 @@ def clip_grad_norm_(
     order = check_norm_type(norm_type)
     if not float(max_norm) >= 0:
         raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
-    norm = managed.settler.norm(order)
+    norm = managed.settler.norm(order, float(max_norm))
     if not math.isfinite(norm):
         if error_if_nonfinite:
             raise NonFiniteError(

@@ -4,6 +4,7 @@ The objects stay the user's: only their ``.data`` becomes a view of the flat buf
 the original one and a guarded one (``guard.py``).
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,6 +92,7 @@ class Binding(GuardAccess):
                 self._hook(member.param, slot.index, grad_ready)
         self.note_versions()
         self.unit.after_edit.append(self.note_versions)
+        self.unit.after_unpin.append(self._void_graphs)
 
     def _hook(self, param: nn.Parameter, slot: int, grad_ready: GradReady) -> None:
         # [Note: no cycle through torch] torch keeps this hook where Python's collector does not look, so a strong
@@ -110,6 +112,7 @@ class Binding(GuardAccess):
             hook.remove()
         self._hooks.clear()
         self.unit.after_edit.remove(self.note_versions)
+        self.unit.after_unpin.remove(self._void_graphs)
         self.set_guard(on=False)
         for param in self.params:
             param.data = param.data.clone() if keep else torch.empty(0, dtype=param.dtype, device=param.device)
@@ -121,6 +124,25 @@ class Binding(GuardAccess):
                 param.__class__ = cls
             self.guarded = on
 
+    def accumulators(self) -> list[Any]:
+        """Return autograd's nodes of the parameters. While they live, a graph adds no reference to the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [torch.autograd.graph.get_gradient_edge(p).node for p in self.params if p.requires_grad]
+
+    def num_references(self) -> int:
+        """Return how often Python refers to the parameters; saved-tensor hooks of the user's hold them that way."""
+        return sum(sys.getrefcount(member.param) for member in self.members)
+
+    def hold(self, num_references: int) -> None:
+        """Keep the gathered memory as long as the parameters have more references than this."""
+        own = weakref.ref(self)
+
+        def still_held() -> bool:
+            binding = own()
+            return binding is not None and binding.num_references() > num_references
+
+        self.bucket.params.still_held = still_held
+
     def versions(self) -> int:
         """Return a number that changes when a parameter is edited in place."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -129,6 +151,13 @@ class Binding(GuardAccess):
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
         self._known_versions = self.versions()
+
+    def _void_graphs(self) -> None:
+        """Make autograd refuse graphs that saved the gathered parameters themselves: their memory goes now."""
+        if self.bucket.params.sharded_axes and not self.is_edited():
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(self.params)
+            self.note_versions()
 
     def is_edited(self) -> bool:
         """Whether a parameter was edited in place since ``note_versions``."""

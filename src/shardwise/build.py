@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.base import Key, Mesh, Verb, reserve
 from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.layout import DEFAULT_ALIGN, ParamSpec, plan_layout
 from shardwise.modules import NamedParam, UnitModule, place_params
+from shardwise.numerics.fingerprint import fingerprint
 from shardwise.planner.memory import BucketPlan
 from shardwise.precision import Precision
 from shardwise.runtime.record import Agreement
@@ -189,7 +189,7 @@ def agree_on_values(mesh: Mesh, agreement: Agreement, params: Sequence[NamedPara
     Raises:
         RankMismatchError: values differ and ``initial_values`` is "verify".
     """
-    codes = torch.tensor([_hash(p.param.data) for p in params], dtype=torch.int64)
+    codes = torch.tensor([fingerprint(p.param.data) for p in params], dtype=torch.int64)
     rows = agreement.words(codes, "initial values").cpu()
     unlike = [p.name for p, column in zip(params, rows.T, strict=True) if len(set(column.tolist())) > 1]
     if not unlike:
@@ -206,9 +206,3 @@ def agree_on_values(mesh: Mesh, agreement: Agreement, params: Sequence[NamedPara
             if work is not None:
                 work.wait()
         p.param.data.copy_(flat.view(p.param.shape))
-
-
-def _hash(tensor: Tensor) -> int:
-    flat = tensor.detach().contiguous().reshape(-1)
-    raw = flat.view(torch.uint8) if flat.numel() else flat
-    return xxhash.xxh64_intdigest(raw.cpu().numpy().data if flat.numel() else b"") & ((1 << 63) - 1)

@@ -326,14 +326,14 @@ class Engine(nn.Module):
             sys.stdout.flush()
 
     def _advance_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
-        epoch = getattr(self.lr_scheduler, "last_epoch", None)
-        if epoch != self._scheduler_epoch:
+        scheduler = self.lr_scheduler
+        if getattr(scheduler, "last_epoch", None) != self._scheduler_epoch:
             self._warn_once(
                 "scheduler",
                 "the scheduler was advanced by somebody else too: step() advances it once per applied update",
             )
-        self.lr_scheduler.step(**lr_kwargs)
-        self._scheduler_epoch = getattr(self.lr_scheduler, "last_epoch", None)
+        scheduler.step(**lr_kwargs)
+        self._scheduler_epoch = getattr(scheduler, "last_epoch", None)
 
     def _set_window(self) -> None:
         """Tell the runtime what the next backward does with its gradients."""

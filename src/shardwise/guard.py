@@ -131,21 +131,37 @@ def guard_class(original: type[nn.Parameter], access: GuardAccess) -> type[nn.Pa
 
 
 class GuardedFragment(nn.Parameter):
-    """Class of an optimizer's fragments outside its step: a pending gradient must not read as None there either."""
+    """Class of an optimizer's fragments outside its step: what is done to them there must not be lost."""
 
     _name: str
     _is_pending: Callable[[], bool]
+    _discard: Callable[[], None]
+    _lend: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do what plain torch does, but for reading a pending gradient."""
+        """Do what plain torch does, but for a pending gradient and for ``.data``, whose edits leave no version."""
         with torch._C.DisableTorchFunctionSubclass():
             fragment = args[0] if args else None
-            reads_grad = getattr(func, "__name__", "") == "__get__" and _attribute(func) == "grad"
-            if reads_grad and isinstance(fragment, GuardedFragment) and fragment._is_pending():
-                return PendingGradient.of(fragment, fragment._name)
+            if isinstance(fragment, GuardedFragment):
+                kind, name = getattr(func, "__name__", ""), _attribute(func)
+                if (kind, name) == ("__get__", "grad") and fragment._is_pending():
+                    return PendingGradient.of(fragment, fragment._name)
+                if (kind, name) == ("__get__", "data"):
+                    return fragment._lend()
+                if (kind, name) == ("__set__", "grad") and args[1] is not None:
+                    if isinstance(args[1], PendingGradient):
+                        return None
+                    raise StateError(
+                        f"{fragment._name}: assigning .grad to what the optimizer holds has no effect: the gradient "
+                        "lives in a flat buffer; scale the loss, or use shardwise.clip_grad_norm_ or clip_grad_value_"
+                    )
+                if (kind, name) in (("__set__", "grad"), ("__delete__", "grad")) and fragment._is_pending():
+                    fragment._discard()
+                if (kind, name) == ("__set__", "data"):
+                    raise StateError(f"{fragment._name}: assigning .data would detach it from the master parameters")
             return func(*args, **(kwargs or {}))
 
 
@@ -290,8 +306,8 @@ def _check(param: ShardedParameter, name: str, kind: str, *, written: bool) -> N
     if not access.readable():
         raise StateError(
             f"{access.name(param)} is sharded: {name}() needs the whole parameter outside a forward. Use it inside "
-            "`with shardwise.unsharded(module):`, call the module of its unit (the root, or one named in "
-            "shard(units=...)), or take shardwise.full_parameters(model), shardwise.full_state_dict(model)"
+            "`with shardwise.unsharded(module):` (its backward too), call the module of its unit (the root, or one "
+            "named in shard(units=...)), or take shardwise.full_parameters(model), shardwise.full_state_dict(model)"
         )
     if name == "data" and kind and access.has_separate_master():
         raise StateError(

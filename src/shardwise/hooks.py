@@ -40,6 +40,8 @@ class _Call:
     grad_enabled: bool
     use: Use | None
     versions: int  # of the unit's parameters, to notice edits in place
+    fingerprints: list[int]  # of the unit's gathered parameters, because edits through .data leave no version
+    references: list[tuple[Binding, int, list[Any]]]  # to the unit's parameters, to notice who keeps them
 
 
 class _ForwardHook:
@@ -82,6 +84,7 @@ class ModelHooks:
         self._calls: list[_Call] = []
         self._hooks: list[RemovableHandle] = []
         self._by_storage: dict[int, Bucket] = {}
+        self._kept_outside: set[int] = set()  # units whose forward leaves references to parameters behind
         self._saved = SavedWeights(self._by_storage, self._active_buckets)
         self._uses = UseHooks(runtime, self._backward_event)
 
@@ -124,6 +127,20 @@ class ModelHooks:
         """Whether a forward of this model or any backward is running on this thread."""
         return bool(self._calls) or backward_is_running()
 
+    def saved_weights(self) -> AbstractContextManager[Any] | None:
+        """Return saved-tensor hooks that turn weights into handles; None if no weight is ever freed, or they are on."""
+        return self._saved.context() if self._by_storage else None
+
+    def abandon_calls(self) -> None:
+        """Forget forwards that never ended: torch calls no hook after a KeyboardInterrupt."""
+        while self._calls:
+            call = self._calls.pop()
+            if call.saved is not None:
+                call.saved.__exit__(None, None, None)
+            call.unit.active = 0
+            for binding in self.bindings[call.unit.index]:
+                binding.set_guard(on=True)
+
     def end_backward(self) -> None:
         """Autograd's callback at the end of a backward."""
         self._uses.end_backward()
@@ -155,6 +172,8 @@ class ModelHooks:
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         in_backward = backward_is_running()
         recomputes = False
+        if self._calls and unit.index == 0 and not in_backward and self._calls[0].unit is unit:
+            self.abandon_calls()
         if in_backward:
             self.arm()
             recomputes = unit.recomputes > 0 and not is_nonreentrant_recompute()
@@ -172,7 +191,7 @@ class ModelHooks:
         with torch._C._DisableFuncTorch():
             self.runtime.before_forward(unit)
         try:
-            saved = self._enter_saved_hooks(unit) if grad_enabled else None
+            saved = self._enter_saved_hooks(unit)  # without grad mode too: the forward may switch it on
         except BaseException:
             self.runtime.after_forward(unit)
             raise
@@ -181,15 +200,43 @@ class ModelHooks:
         versions = sum(binding.versions() for binding in bindings)
         counts = grad_enabled and (recomputes or not in_backward)
         use = self._uses.begin(unit, [*args, *kwargs.values()]) if counts else None
-        self._calls.append(_Call(unit=unit, saved=saved, grad_enabled=grad_enabled, use=use, versions=versions))
+        self._calls.append(
+            _Call(
+                unit=unit,
+                saved=saved,
+                grad_enabled=grad_enabled,
+                use=use,
+                versions=versions,
+                fingerprints=self._fingerprints(unit),
+                references=self._count_references(unit) if grad_enabled else [],
+            )
+        )
+
+    def _fingerprints(self, unit: Unit) -> list[int]:
+        """Look at the parameters' values before and after the forwards of the first step; later steps are trusted."""
+        if self.runtime.num_steps > 0 or unit.pins:
+            return []
+        return [bucket.params.fingerprint() for bucket in unit.buckets]
+
+    def _count_references(self, unit: Unit) -> list[tuple[Binding, int, list[Any]]]:
+        """Count who refers to a unit's parameters, before a forward of the first step or of one that keeps some."""
+        if self.runtime.num_steps > 0 and unit.index not in self._kept_outside:
+            return []
+        held = [(binding, binding.accumulators()) for binding in self.bindings[unit.index] if self._frees(binding)]
+        return [(binding, binding.num_references(), nodes) for binding, nodes in held]
+
+    def _frees(self, binding: Binding) -> bool:
+        return binding.bucket.params.sharded_axes and not binding.unit.pins
 
     def _enter_saved_hooks(self, unit: Unit) -> AbstractContextManager[Any] | None:
-        """Turn weights saved for backward into handles from here on, unless the unit stays gathered anyway."""
-        saved = self._saved.context() if self._by_storage and not unit.pins else None
+        """Turn weights saved for backward into handles from here on."""
+        saved = self.saved_weights()
         if saved is not None:
             try:
                 saved.__enter__()
             except RuntimeError as error:
+                if unit.pins or not torch.is_grad_enabled():
+                    return None
                 raise StateError(
                     f"unit {unit.name or 'root'}: saved-tensor hooks are switched off here (by a torch.func transform "
                     "or disable_saved_tensors_hooks), but weights that are freed need them. Run this inside `with "
@@ -213,9 +260,14 @@ class ModelHooks:
         unit = call.unit
         escapes = self._hold_escaping_weights(output)
         edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
+        edited = edited or self._fingerprints(unit) != call.fingerprints
+        for binding, num_references, _ in call.references:
+            if binding.num_references() > num_references:
+                binding.hold(num_references)
+                self._kept_outside.add(unit.index)
         if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
             torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
-        if call.grad_enabled and output is not None:
+        if output is not None:
             self._uses.hook_outputs(unit, call.use, output)
         self.runtime.after_forward(unit)
         if unit.active == 0:

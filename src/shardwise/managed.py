@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.hooks import ModelHooks, backward_is_running
 from shardwise.modules import UnitModule, collect_params
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.loans import Loans
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.settle import Settler
 from shardwise.runtime.site import Site
@@ -35,6 +36,12 @@ class OptimizerHook(Protocol):
 
     def adopt(self, param: nn.Parameter) -> None:
         """Start to update a parameter of one of its groups that became trainable."""
+
+    def settings(self) -> str:
+        """Return what decides about its updates, in words that are the same on all ranks."""
+
+    def are_fragments_edited(self) -> bool:
+        """Whether its fragments were edited outside its step."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,9 @@ class Managed:
         self.settings = settings
         self.mesh = mesh
         self.optimizers: list[OptimizerHook] = []
+        self.loans = Loans()
+        self.is_released = False
+        settler.describe = lambda: [optimizer.settings() for optimizer in self.optimizers]
         self.hooks = ModelHooks(runtime, [unit.module for unit in units], self.check_tree)
         self._bindings: dict[int, Binding] = {}  # by id of the parameter
         self._flags: list[tuple[nn.Parameter, bool]] = []
@@ -136,6 +146,7 @@ class Managed:
         self._flags = [(p.param, p.param.requires_grad) for p in collect_params(self.model)]
         for binding in self._all_bindings():
             binding.set_guard(on=True)
+            binding.bucket.params.full.note_aliases()
 
     def _all_bindings(self) -> Iterable[Binding]:
         return self.hooks.all_bindings()
@@ -176,6 +187,11 @@ class Managed:
         Raises:
             StateError: names the unit; the edit would be lost on this rank or differ from the other ranks.
         """
+        if self.loans.take_edits() or any(optimizer.are_fragments_edited() for optimizer in self.optimizers):
+            raise StateError(
+                "parameters were edited between steps through the optimizer's fragments or local_parameters(): other "
+                "ranks, or the parameters themselves, do not know. Edit inside `with shardwise.unsharded(model):`"
+            )
         for binding in self._all_bindings():
             if binding.is_edited() and not binding.unit.pins:
                 raise StateError(
@@ -243,6 +259,7 @@ class Managed:
         self.bind(planned, made)
         for new in made:
             new.params.adopt_full()
+            new.params.full.note_aliases()
             new.reshard()
         for binding in self.hooks.bindings[unit.index]:
             binding.set_guard(on=True)
@@ -274,8 +291,14 @@ class Managed:
                 f"{missing[:8]}. Add them, freeze them, or pass partial=True"
             )
 
+    def clear_failed_forward(self) -> None:
+        """Forget forwards that a KeyboardInterrupt ended."""
+        if not backward_is_running():
+            self.hooks.abandon_calls()
+
     def clear_failed_backward(self) -> None:
-        """Forget what a failed backward left behind."""
+        """Forget what a failed forward or backward left behind."""
+        self.clear_failed_forward()
         if self.runtime.in_backward and not backward_is_running():
             self.runtime.reset(warn=False)
 
@@ -296,6 +319,7 @@ class Managed:
     def release(self, *, keep: bool) -> None:
         """Undo the sharding: hooks gone, memory gone; ``keep`` leaves full parameters in the plain model."""
         self.hooks.remove()
+        self.is_released = True
         if keep:
             for unit in self.runtime.units:
                 unit.unshard()

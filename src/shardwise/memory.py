@@ -73,6 +73,20 @@ class Slab:
         self.num_bytes = numel * dtype.itemsize
         self.tensor.untyped_storage().resize_(0)
         self.filled = False
+        self._own_aliases = 0
+
+    def note_aliases(self) -> None:
+        """Take the views that exist now for our own: others than these are somebody's who still looks at the memory."""
+        self._own_aliases = self._num_aliases()
+
+    @property
+    def has_foreign_aliases(self) -> bool:
+        """Whether somebody else holds a view; False while ``note_aliases`` was not called."""
+        return 0 < self._own_aliases < self._num_aliases()
+
+    def _num_aliases(self) -> int:
+        # torch 2.11-2.13 have no public count of the tensors that share a storage
+        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
 
     def fill(self) -> Tensor:
         """Give the slab memory (contents undefined) if it has none; return the flat tensor."""

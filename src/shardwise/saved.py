@@ -98,8 +98,9 @@ class SavedWeights:
         bucket = handle.bucket
         if handle.version != bucket.params.version:
             raise StateError(
-                f"{bucket.label}: parameters changed between forward and backward (an optimizer step, an edit, or one "
-                "became trainable); run backward before that, or run the forward again"
+                f"{bucket.label}: parameters changed between forward and backward (an optimizer step, an edit, the end "
+                "of an `unsharded` without writes=False, or one became trainable); run backward before that, or run "
+                "the forward again"
             )
         bucket.unshard()
         bucket.params.wait()

@@ -162,8 +162,8 @@ def test_elements_sent_are_those_of_the_lecture(stage: int, keep_last_unit: bool
     for account in accounts(stage, keep_last_unit=keep_last_unit):
         assert sent_without_record(account) == elements
         assert set(account.sent) == verbs[stage] | {Verb.RECORD}
-        # 3 peers x (3 words + 1 of flags for 28 parameters + 14 norms)
-        assert account.sent[Verb.RECORD] == 3 * 18
+        # 3 peers x (5 words + 1 of flags for 28 parameters, 14 buckets, 15 units + 14 norms)
+        assert account.sent[Verb.RECORD] == 3 * 20
 
 
 @pytest.mark.parametrize(

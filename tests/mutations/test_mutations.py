@@ -17,7 +17,12 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = ROOT / "src" / "shardwise"
-FAST_SUBSET = ("tests/threads/test_core_smoke.py", "tests/lanes")
+FAST_SUBSET = (
+    "tests/threads/test_core_smoke.py",
+    "tests/lanes",
+    "tests/cases/test_held_weights.py",
+    "tests/cases/test_divergence.py",
+)
 LIMIT_SECONDS = 600.0  # of one run of the subset; much more than it takes, a test that hangs ends by its own timeout
 NUM_WORKERS = 2
 

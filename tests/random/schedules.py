@@ -788,7 +788,7 @@ def count_hooks(model: nn.Module) -> tuple[int, int]:
 
 def unit_counts(model: nn.Module) -> list[dict[str, object]]:
     """The counts of every unit, and the sizes of what it collects while it is in use."""
-    follows_flags = ("buckets", "awaited", "after_edit")
+    follows_flags = ("buckets", "awaited", "after_edit", "after_unpin")
     return [
         {
             key: len(value) if isinstance(value, Sized) else value

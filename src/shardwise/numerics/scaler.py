@@ -17,27 +17,48 @@ class LossScaler:
         self._clean_steps = 0
         self._tolerance = rule.hysteresis
         self._loss_was_scaled = False
+        self._judged = -1  # the gradients that were judged last, by the number of backwards behind them
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the scale."""
         self._loss_was_scaled = True
         return loss * self.scale
 
-    def check_scaled(self) -> None:
+    def check_scaled(self, num_backwards: int) -> None:
         """Check that the gradients come from a scaled loss.
+
+        Args:
+            num_backwards: how many backwards there were; no more than at the last verdict means the same gradients.
 
         Raises:
             StateError: no loss was scaled since the last step.
         """
-        if not self._loss_was_scaled:
+        if not self._loss_was_scaled and num_backwards != self._judged:
             raise StateError(
                 "fp16 gradients need a scaled loss: call shardwise.scale_loss(model, loss).backward(), or pass "
                 "Precision(loss_scale=None) to train without a scale"
             )
 
-    def after_step(self) -> None:
+    def judge(self, num_backwards: int, overflow_in: str | None) -> None:
+        """Follow the verdict of a step, once for the same gradients, however many optimizers use them.
+
+        Args:
+            num_backwards: how many backwards there were.
+            overflow_in: where the first value is that is not finite; None: all are.
+
+        Raises:
+            NonFiniteError: the scale changes and is at its minimum already.
+        """
+        if num_backwards != self._judged:
+            self._judged = num_backwards
+            self._loss_was_scaled = False
+            if overflow_in is None:
+                self._after_step()
+            else:
+                self._after_overflow(overflow_in)
+
+    def _after_step(self) -> None:
         """Count a step without overflow."""
-        self._loss_was_scaled = False
         if self._rule.fixed is not None:
             return
         if self._rule.consecutive_hysteresis:
@@ -48,13 +69,8 @@ class LossScaler:
             self._tolerance = self._rule.hysteresis
             self.scale *= 2.0
 
-    def after_overflow(self, where: str) -> None:
-        """Count a skipped step; halve the scale once the tolerance is used up.
-
-        Raises:
-            NonFiniteError: the scale changes and is at its minimum already.
-        """
-        self._loss_was_scaled = False
+    def _after_overflow(self, where: str) -> None:
+        """Count a skipped step; halve the scale once the tolerance is used up."""
         if self._rule.fixed is not None:
             return
         self._clean_steps = 0

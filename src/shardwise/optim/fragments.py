@@ -13,6 +13,7 @@ from shardwise.guard import GuardedFragment
 from shardwise.layout import Fragment
 from shardwise.memory import Kind, Slab
 from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.loans import Loans, own_version
 
 __all__ = ["BucketFragments"]
 
@@ -24,23 +25,30 @@ class BucketFragments:
         params: fragment by slot number; slots of which this rank owns nothing are missing.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, loans: Loans) -> None:
         self.bucket = bucket
+        self._loans = loans
         site = bucket.site
         self._start, stop = site.bounds(site.placement.num_optim)
         self.parts: Mapping[int, Fragment] = {
             part.slot.index: part for part in site.layout.fragments(self._start, stop)
         }
         self.params = {index: self._make(part) for index, part in self.parts.items()}
+        self._known_versions = self._versions()
         self._cast: Slab | None = None
         dtypes = site.dtypes
         if dtypes.accumulate != dtypes.master:
             self._cast = site.arena.slab(Kind.STAGING, bucket.params.master.numel(), dtypes.master)
 
     def _make(self, part: Fragment) -> nn.Parameter:
-        fragment = nn.Parameter(self._cut(self.bucket.params.master, part))
+        fragment = nn.Parameter(own_version(self._cut(self.bucket.params.master, part)))
         slot, grads = part.slot, self.bucket.trainable_grads
-        fragment.__dict__.update(_name=slot.param.name, _is_pending=lambda: slot.index in grads.pending)
+        fragment.__dict__.update(
+            _name=slot.param.name,
+            _is_pending=lambda: slot.index in grads.pending,
+            _discard=lambda: grads.discard(slot),
+            _lend=lambda: self._loans.lend(fragment.detach()),
+        )
         fragment.__class__ = GuardedFragment
         return fragment
 
@@ -65,11 +73,24 @@ class BucketFragments:
 
     def drop_grads(self) -> None:
         """Take the gradients away and free what their cast needed."""
+        self.set_guard(on=False)
         for param in self.params.values():
             param.grad = None
         self.set_guard(on=True)
         if self._cast is not None:
             self._cast.release()
+
+    @property
+    def are_edited(self) -> bool:
+        """Whether a fragment was edited in place since ``note_versions``."""
+        return self._versions() != self._known_versions
+
+    def note_versions(self) -> None:
+        """Take the fragments as they are now for unedited."""
+        self._known_versions = self._versions()
+
+    def _versions(self) -> int:
+        return sum(param._version for param in self.params.values())
 
     def _cut(self, owned: Tensor, part: Fragment) -> Tensor:
         offset = part.flat_start - self._start

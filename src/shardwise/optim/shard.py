@@ -6,7 +6,9 @@ alike everywhere; the post-hook brings the parameters back. State is created by 
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, Literal, cast
 
 import torch
@@ -120,7 +122,7 @@ class OptimizerLink:
             return []
         index, slot = bucket.site.index, binding.slot(param).index
         if index not in self._fragments:
-            self._fragments[index] = BucketFragments(bucket)
+            self._fragments[index] = BucketFragments(bucket, self.managed.loans)
         self._slots.setdefault(index, set()).add(slot)
         fragment = self._fragments[index].params.get(slot)
         if fragment is None:
@@ -140,6 +142,23 @@ class OptimizerLink:
         """Whether the parameter is in one of the groups."""
         return any(param is known for group in self.groups for known in group)
 
+    def settings(self) -> str:
+        """Return the class and the groups' numbers, which must be the same on all ranks."""
+        groups = [
+            {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in sorted(group.items())}
+            for group in self.optimizer.param_groups
+        ]
+        own = {"params", "fused", "foreach", "capturable", "differentiable"}  # may depend on what a rank owns
+        plain = [{key: v for key, v in group.items() if key not in own and _is_plain(v)} for group in groups]
+        return f"{type(self.optimizer).__name__} {plain}"
+
+    def are_fragments_edited(self) -> bool:
+        """Whether fragments were edited outside the step; asks once."""
+        edited = [fragments for fragments in self.fragments() if fragments.are_edited]
+        for fragments in edited:
+            fragments.note_versions()
+        return bool(edited)
+
     def fragments(self) -> list[BucketFragments]:
         """Return the fragments of every bucket this optimizer touches, in bucket order."""
         return [self._fragments[index] for index in sorted(self._fragments)]
@@ -147,6 +166,10 @@ class OptimizerLink:
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Settle the gradients, decide with all ranks, hand the fragments their gradients."""
         managed, runtime = self.managed, self.managed.runtime
+        if managed.is_released:
+            raise StateError("step: the optimizer's model is sharded no more: build an optimizer for the plain one")
+        if _is_nested_step(optimizer):
+            return args, kwargs
         if {"grad_scale", "found_inf"} & optimizer.__dict__.keys():
             for name in ("grad_scale", "found_inf"):  # a GradScaler sets them for the length of one step
                 optimizer.__dict__.pop(name, None)
@@ -156,22 +179,21 @@ class OptimizerLink:
             )
         args, kwargs = _run_closure(args, kwargs)
         self.applied = False
+        managed.clear_failed_forward()
         managed.check_edits()
         settlement = managed.settler.settle()
         self.first_nonfinite = settlement.first_nonfinite
         bad = not math.isfinite(settlement.norm) or settlement.first_nonfinite is not None
         where = f"{settlement.first_nonfinite or 'the norm itself'} (norm {settlement.norm})"
         runtime.num_steps += 1
-        if bad and runtime.scaler is not None:
-            runtime.scaler.after_overflow(where)
+        if runtime.scaler is not None:
+            runtime.scaler.judge(runtime.num_backwards, where if bad else None)
         elif bad and self.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"step {runtime.num_steps - 1}: gradients are not finite, first in {where}; no rank was updated. Pass "
                 'on_nonfinite="skip" to shard_optimizer to skip such steps, "ignore" to apply them'
             )
         skip = bad and (runtime.scaler is not None or self.on_nonfinite == "skip")
-        if runtime.scaler is not None and not bad:
-            runtime.scaler.after_step()
         for fragments in self.fragments():
             bucket = fragments.bucket
             bucket.params.settle()
@@ -183,8 +205,11 @@ class OptimizerLink:
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bring the updated parameters back to every rank."""
+        if _is_nested_step(optimizer):
+            return
         for fragments in self.fragments():
             fragments.drop_grads()
+            fragments.note_versions()
         self.managed.after_step([fragments.bucket for fragments in self.fragments()] if self.applied else [])
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -272,6 +297,33 @@ def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any], devic
     open_choice = "fused" in group and group["fused"] is None and group.get("foreach") is None
     if undecided and open_choice and supports_fused(type(optimizer), device):
         group["fused"] = optimizer.defaults["fused"] = True
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the ``super().step()`` of a subclass: torch runs the hooks for each of the two.
+
+    Reads the stack, because a count of entered steps would go wrong after one that failed.
+    """
+    frame, num_steps = sys._getframe(1), 0
+    while frame.f_back is not None and num_steps < 2:
+        frame = frame.f_back
+        if frame.f_code is _STEP_WRAPPER and frame.f_locals["args"][0] is optimizer:
+            num_steps += 1
+    return num_steps > 1
+
+
+def _wrapper_code() -> CodeType:
+    """Return the code of what torch wraps around every optimizer's ``step``."""
+    return torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+_STEP_WRAPPER = _wrapper_code()
 
 
 def _run_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

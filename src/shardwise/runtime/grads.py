@@ -6,7 +6,7 @@ gradients grow in a buffer as long as the full space; ``reduce_grads`` sums them
 before the step is reduced alone in a slab and added, so that no sum mixes reduced with local terms.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 from torch import Tensor
@@ -49,6 +49,7 @@ class GradBuffers:
         self.state = GradState.EMPTY
         self.arrived: set[int] = set()
         self.pending: set[int] = set()
+        self._agreed: set[int] = set()  # slots that are pending on every rank
         self._written: set[int] = set()  # slots with a value in the local buffer
         self._partial = False  # the window buffer holds sums over G that are not final
         self._has_result = False  # the resting buffer holds a final gradient
@@ -144,7 +145,7 @@ class GradBuffers:
         self._has_result = self._has_result or final
         self._written.clear()
         if place.num_ranks > 1:
-            self.pending = {slot.index for slot in site.layout.slots}
+            self.agree({slot.index for slot in site.layout.slots})
         self.state = GradState.REDUCING
 
     def wait(self) -> None:
@@ -159,6 +160,10 @@ class GradBuffers:
         if not self._partial:
             self._free(self._window)
 
+    def agree(self, slots: Collection[int]) -> None:
+        """Take over which slots may have a gradient, as all ranks see it."""
+        self.pending, self._agreed = set(slots), set(slots)
+
     def discard(self, slot: Slot, *, keep_arrived: bool = False) -> None:
         """Zero everything that arrived for one parameter and, unless ``keep_arrived``, forget that it did.
 
@@ -166,6 +171,9 @@ class GradBuffers:
         """
         self.wait()
         if not keep_arrived:
+            if slot.index in self._agreed:  # all ranks must do it
+                self.site.journal.add(f"cleared {slot.param.name}")
+            self._agreed.discard(slot.index)
             self.arrived.discard(slot.index)
             self.pending.discard(slot.index)
         place, site = self.site.placement, self.site
@@ -186,6 +194,9 @@ class GradBuffers:
     def empty(self) -> None:
         """Forget all gradients and give their memory back."""
         self.wait()
+        if self._agreed:
+            self.site.journal.add(f"cleared {self.site.label}")
+        self._agreed.clear()
         for slab in self._slabs():
             self._free(slab)
         self.arrived.clear()

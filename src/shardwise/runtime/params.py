@@ -4,7 +4,7 @@ Verbs: ``unshard`` (all-gather over P), ``reshard`` (free), ``refresh`` (all-gat
 Where P is empty the shard *is* the full buffer; where no wider master is kept, the master is a view of the shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -15,6 +15,7 @@ from shardwise.errors import StateError
 from shardwise.lanes import Handle, Steps
 from shardwise.layout import Slot
 from shardwise.memory import Kind
+from shardwise.numerics.fingerprint import fingerprint
 from shardwise.runtime.site import Site
 
 __all__ = ["ParamBuffers", "ParamState"]
@@ -36,6 +37,7 @@ class ParamBuffers:
         shard: [numel / |P|] parameter dtype, at rest.
         master: [numel / |O|] master dtype, at rest; a view of ``shard`` when the dtypes agree.
         version: number of times the parameters changed; weights saved for backward carry it.
+        still_held: says whether somebody holds the parameter objects themselves and may read them; None: nobody.
     """
 
     def __init__(self, site: Site) -> None:
@@ -54,6 +56,7 @@ class ParamBuffers:
             self.master = site.arena.persistent(Kind.MASTER, numel // place.ways(place.num_optim), dtypes.master)
         else:
             self.master = self.owned()
+        self.still_held: Callable[[], bool] | None = None
         self.state = ParamState.UNSHARDED
         self.version = 0
         self._pending: Handle | None = None
@@ -167,13 +170,29 @@ class ParamBuffers:
             self.state = ParamState.UNSHARDED
 
     def reshard(self) -> None:
-        """Free the full buffer if P is not empty."""
-        if not self.sharded_axes or self.state is ParamState.SHARDED:
+        """Free the full buffer if P is not empty.
+
+        [Note: foreign views] Where somebody still holds a view of it (a module that keeps one, a function's context,
+        saved-tensor hooks of the user's), the memory stays, so that nobody reads what was freed. The next gather writes
+        to the same place all the same: ranks must gather alike, whatever is held on one of them.
+        """
+        if not self.sharded_axes:
             return
-        self.wait()
-        self.site.lanes.on_compute(writes=[self.full.tensor])
-        self.full.release()
-        self.state = ParamState.SHARDED
+        if self.state is not ParamState.SHARDED:
+            self.wait()
+            self.site.lanes.on_compute(writes=[self.full.tensor])
+            self.state = ParamState.SHARDED
+        if self.still_held is not None and not self.still_held():
+            self.still_held = None
+        if self.full.filled and self.still_held is None and not self.full.has_foreign_aliases:
+            self.full.release()
+
+    def fingerprint(self) -> int:
+        """Return a number for the gathered parameters; 0 where they are not freed, or not there."""
+        if not self.sharded_axes or self.state is not ParamState.UNSHARDED:
+            return 0
+        self.site.lanes.on_compute(reads=[self.full.tensor])
+        return fingerprint(self.full.tensor)
 
     def refresh(self) -> None:
         """After the master changed: write the shard, start the all-gather over O minus P."""

@@ -21,7 +21,7 @@ from shardwise.runtime.journal import Journal
 __all__ = ["Agreement", "Record"]
 
 _BITS = 62  # flags per int64 word
-_HEADER = 4
+_HEADER = 5
 _TEXT_BYTES = 16_384
 _MASK = (1 << 63) - 1
 
@@ -34,6 +34,7 @@ class Record:
     digest: int
     order: int
     count: float
+    settings: int
     norms: tuple[float, ...]
     arrived: tuple[bool, ...]
     waiting: tuple[bool, ...]
@@ -47,7 +48,7 @@ class Record:
             for start in range(0, len(flags), _BITS)
         ]
         count = int(torch.tensor(self.count, dtype=torch.float64).view(torch.int64))
-        head = torch.tensor([self.step, self.digest, self.order, count, *words], dtype=torch.int64)
+        head = torch.tensor([self.step, self.digest, self.order, count, self.settings, *words], dtype=torch.int64)
         return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
     def unpack(self, words: Sequence[int]) -> "Record":
@@ -63,6 +64,7 @@ class Record:
             digest=words[1],
             order=words[2],
             count=float(torch.tensor(words[3], dtype=torch.int64).view(torch.float64)),
+            settings=words[4],
             norms=tuple(norms.tolist()),
             arrived=arrived,
             waiting=waiting,
@@ -116,7 +118,7 @@ class Agreement:
         listed = "; ".join(f"rank {_ranks(ranks)}: {line}" for line, ranks in _by_event(said).items())
         raise RankMismatchError(f"ranks disagree on {what}, nothing was changed. First difference: {listed}")
 
-    def check_records(self, records: Sequence[Record], journal: Journal) -> None:
+    def check_records(self, records: Sequence[Record], journal: Journal, settings: Sequence[str]) -> None:
         """Raise on every rank if the ranks did unlike things since the start.
 
         Raises:
@@ -129,6 +131,8 @@ class Agreement:
         if len({record.digest for record in records}) > 1:
             answers = self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events")
             raise RankMismatchError(f"step {steps[0]}: {_first_difference([_history(a) for a in answers])}")
+        if len({record.settings for record in records}) > 1:
+            self.check_lines(settings, f"the settings of step {steps[0]}")
 
     def _next(self) -> int:
         self._sequence += 1

@@ -62,6 +62,7 @@ class Runtime:
         window: what the next backward does with its gradients.
         factor: what the next backward's gradients are multiplied by as they arrive.
         num_steps: optimizer steps seen, skipped ones included.
+        num_backwards: backwards that brought gradients.
         grads_version: changes whenever gradients do; results computed from them carry it.
         late_here: units that turned out late on this rank; the next record tells the others.
     """
@@ -73,7 +74,7 @@ class Runtime:
         self.schedule = schedule
         self.window = Window.FINAL
         self.factor = 1.0
-        self.num_steps = 0
+        self.num_steps = self.num_backwards = 0
         self.grads_version = 0
         self.late_here: frozenset[int] = frozenset()
         self.last_trace: tuple[TraceEvent, ...] = ()
@@ -173,6 +174,7 @@ class Runtime:
             backward.horizon = -inf
             self._reduce_passed()
             self.grads_version += 1
+            self.num_backwards += 1
             if self.window is Window.FINAL:
                 late = {u.index for u in self.units for b in u.trainable_buckets() if b.trainable_grads.has_written}
                 self.late_here = self.late_here | late

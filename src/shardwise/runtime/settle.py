@@ -5,10 +5,11 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from shardwise.errors import StateError
 from shardwise.numerics.norm import combine_norms, fast_norms, scaled_norm
@@ -44,11 +45,13 @@ class Settler:
         self.agreement = agreement
         self._last: Settlement | None = None
         self._count = -1.0
-        self._averaged = False
+        self._averaged_at = -1  # number of backwards when gradients were divided by the count
+        self._limit = ""
+        self.describe: Callable[[], list[str]] = list
 
     def start_count(self) -> None:
         """From here on gradients are sums, to be divided by what ``add_count`` gets on all ranks; a window begins."""
-        self._count, self._averaged = 0.0, False
+        self._count, self._averaged_at = 0.0, -1
 
     def add_count(self, count: float) -> None:
         """Add the number of samples or tokens whose summed loss goes backward."""
@@ -67,7 +70,7 @@ class Settler:
             return self._last
         buckets = runtime.trainable_buckets()
         if runtime.scaler is not None and any(b.trainable_grads.arrived for b in buckets):
-            runtime.scaler.check_scaled()
+            runtime.scaler.check_scaled(runtime.num_backwards)
         records = self._records()
         waiting = [bucket for i, bucket in enumerate(buckets) if any(record.waiting[i] for record in records)]
         if waiting:
@@ -86,12 +89,13 @@ class Settler:
             norm, first = self._look_closer(2.0)
         arrived = _by_bucket(buckets, records)
         for bucket in buckets:
-            bucket.trainable_grads.pending = set(arrived[bucket.site.index])
+            bucket.trainable_grads.agree(arrived[bucket.site.index])
         self._last = Settlement(grads_version=runtime.grads_version, norm=norm, first_nonfinite=first, arrived=arrived)
         return self._last
 
-    def norm(self, norm_type: float) -> float:
-        """Return the global norm of any order of the settled gradients."""
+    def norm(self, norm_type: float, max_norm: float = math.inf) -> float:
+        """Return the global norm of any order of the settled gradients; all ranks must say the same limit."""
+        self._limit = f"clip_grad_norm_ with max_norm={max_norm}, norm_type={norm_type}"
         settlement = self.settle()
         if norm_type == 2.0:
             return settlement.norm
@@ -112,14 +116,16 @@ class Settler:
 
     def _divide_by_count(self, total: float, num_ranks: int) -> float:
         """Turn means over ranks into sums over ranks, divided by the count; return the factor."""
-        if self._averaged:
+        if self._averaged_at == self._runtime.num_backwards:
+            return 1.0
+        if self._averaged_at >= 0:
             raise StateError(
                 "gradients were divided by their count already (by a norm, a clip or an accessor) and then grew: call "
                 "zero_grad() first, or look at gradients at the end of the window only"
             )
         if total <= 0:
             raise StateError("the count of the whole window is 0 on all ranks: there is nothing to average")
-        self._averaged = True
+        self._averaged_at = self._runtime.num_backwards
         self._scale(num_ranks / total)
         return num_ranks / total
 
@@ -136,11 +142,13 @@ class Settler:
             RankMismatchError: ranks did unlike things since the start; on every rank.
         """
         runtime, grads = self._runtime, [bucket.trainable_grads for bucket in self._runtime.trainable_buckets()]
+        settings = [self._limit, *self.describe()]
         own = Record(
             step=runtime.num_steps,
             digest=runtime.means.journal.digest,
             order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
             count=self._count,
+            settings=xxhash.xxh64_intdigest("\n".join(settings).encode()) & ((1 << 62) - 1),
             norms=(),
             arrived=tuple(slot.index in half.arrived for half in grads for slot in half.site.layout.slots),
             waiting=tuple(half.has_local for half in grads),
@@ -148,7 +156,7 @@ class Settler:
         )
         rows = self._exchange(own.pack(self._norms(2.0))).tolist()
         records = [own.unpack(row) for row in rows]
-        self.agreement.check_records(records, runtime.means.journal)
+        self.agreement.check_records(records, runtime.means.journal, settings)
         return records
 
     def _settled(self) -> list[Bucket]:

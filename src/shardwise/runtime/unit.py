@@ -37,6 +37,7 @@ class Unit:
         pins: callers that need the full parameters whatever the schedule says.
         held: whether a view of a weight left a forward: the unit stays until the root's forward ends.
         after_edit: called when edits of the full parameters were taken over.
+        after_unpin: called when nobody pins the unit any more.
         delivered: trainable slots, as (bucket number in the unit, slot), with a gradient in the running backward.
         awaited: the slots that a complete backward delivers.
     """
@@ -51,6 +52,7 @@ class Unit:
         self.pins = 0
         self.held = False
         self.after_edit: list[Callable[[], None]] = []
+        self.after_unpin: list[Callable[[], None]] = []
         self.delivered: set[tuple[int, int]] = set()
         self.awaited: frozenset[tuple[int, int]] = frozenset()
         self.await_slots(frozenset())
@@ -106,6 +108,9 @@ class Unit:
             for bucket in self.buckets:
                 bucket.params.adopt_edits()
             for notice in self.after_edit:
+                notice()
+        if not self.pins:
+            for notice in self.after_unpin:
                 notice()
         self.reshard()
 
