@@ -51,6 +51,16 @@ def test_named_optimizer_stays_as_it_is_without_a_scheduler() -> None:
     assert config.scheduler is None
 
 
+@pytest.mark.parametrize("name", ["warmup_cosine", "warmup_decay"])
+def test_schedule_without_a_length_has_that_of_the_run(name: str) -> None:
+    written = {"optimizer": {"name": "sgd"}, "scheduler": {"name": name}, "train": {"steps": 60}}
+    scheduler: Any = load(written).config.scheduler
+    assert (scheduler.name, scheduler.total_steps, scheduler.num_warmup_steps) == (name, 60, 3)
+    own = load(written, "scheduler.total_steps=90", "scheduler.num_warmup_steps=1")
+    scheduler = own.config.scheduler
+    assert (scheduler.total_steps, scheduler.num_warmup_steps) == (90, 1)
+
+
 def test_deepspeed_file_keeps_its_meaning(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     written = {
@@ -88,8 +98,8 @@ def test_losses_of_documents_are_summed_unless_it_is_said_otherwise(file: str, r
 
 def test_all_problems_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"stage": 7, "optimizer": {"nam": "adamw"}, "train": {"steps": "many"}, "batch": {"size": 3}})
-    for part in ("stage", "optimizer.nam", "train.steps", "batch.size"):
+        load({"stage": 7, "optimizer": {"speed": 1}, "train": {"steps": "many"}, "batch": {"size": 3}})
+    for part in ("stage", "optimizer.speed", "train.steps", "batch.size"):
         assert part in str(caught.value)
 
 

@@ -18,6 +18,7 @@ __all__ = ["ORIGIN", "engine_settings", "load_settings", "settings_as_toml"]
 
 ORIGIN = "shardwise train"
 LINE_EVERY_STEPS = 10
+WITH_LENGTH = ("warmup_cosine", "warmup_decay")
 _FINE_TUNING = GPTSize(width=0, heads=0, depth=0, context=0, tied=False, lr=5e-5, micro=1)
 
 
@@ -26,7 +27,7 @@ def load_settings(source: Source, *, overrides: Sequence[str] = (), num_ranks: i
 
     That is AdamW with a warm-up and a cosine, a micro-batch that suits the model, clipping at 1 (in native settings),
     a line every 10 updates, and the reduction of losses that suits the text. An optimizer that is named stays as it
-    is, and then a scheduler that is not named stays away.
+    is, and then a scheduler that is not named stays away. A native schedule without a length has that of the run.
 
     Raises:
         ConfigError: as ``load_config``.
@@ -74,6 +75,7 @@ class _Filled:
     def __init__(self, written: Written) -> None:
         self.tree = {name: dict(value) if isinstance(value, Mapping) else value for name, value in written.tree.items()}
         self.origins = dict(written.origins)
+        self.dialect = written.dialect
         self._doubtful = {key.partition(".")[0] for key in written.doubtful}
 
     def put(self, section: str, key: str, value: Any) -> None:
@@ -87,20 +89,21 @@ class _Filled:
 
 
 def _fill_optimizer(filled: _Filled, size: GPTSize) -> None:
-    optimizer = filled.tree.get("optimizer")
-    if isinstance(optimizer, dict) and "name" in optimizer:
-        return
-    options = {"name": "adamw", "lr": size.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
-    for key, value in options.items():
-        filled.put("optimizer", key, value)
-    scheduler = filled.tree.get("scheduler")
-    if isinstance(scheduler, dict) and "name" in scheduler:
-        return
+    """Fill in AdamW and a schedule, or what a schedule that is named lacks: its length is that of the run."""
+    optimizer, scheduler = (_section(filled.tree, name) for name in ("optimizer", "scheduler"))
+    if "name" not in optimizer:
+        options = {"name": "adamw", "lr": size.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
+        for key, value in options.items():
+            filled.put("optimizer", key, value)
+        if "name" not in scheduler:
+            options = {"name": "warmup_cosine", "min_ratio": 0.1, "end_ratio": 0.05, "shape": "linear"}
+            for key, value in options.items():
+                filled.put("scheduler", key, value)
     steps = _section(filled.tree, "train").get("steps", TrainConfig().steps)
-    if type(steps) is int and steps > 0:
-        shape = {"name": "warmup_cosine", "total_steps": steps, "num_warmup_steps": max(1, steps // 20)}
-        for key, value in {**shape, "min_ratio": 0.1, "end_ratio": 0.05, "shape": "linear"}.items():
-            filled.put("scheduler", key, value)
+    is_native = filled.dialect == "native" or "name" not in scheduler
+    if _section(filled.tree, "scheduler").get("name") in WITH_LENGTH and is_native and type(steps) is int and steps > 0:
+        filled.put("scheduler", "total_steps", steps)
+        filled.put("scheduler", "num_warmup_steps", max(1, steps // 20))
 
 
 def _has_documents(tree: Mapping[str, Any]) -> bool:
