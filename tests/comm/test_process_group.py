@@ -254,3 +254,12 @@ def test_mapping_is_a_mesh_as_it_is() -> None:
     assert mesh_from(mesh) == mesh
     with pytest.raises(ConfigError, match="int"):
         mesh_from(4)  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_launcher_without_a_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each would train alone"):
+        mesh_from(None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert mesh_from(None)["data"].size == 1

@@ -436,3 +436,33 @@ def test_log_line_is_written_by_the_first_rank_every_so_many_updates(capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4"]
     assert "lr 0.01" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["hf_zero2", "hf_zero3", "lightning_default"])
+def test_deepspeed_files_from_the_field_train_unchanged_on_two_ranks(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Path(__file__).parents[1] / "config" / "files" / f"{name}.json"
+    written = json.loads(file.read_text())
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = net()
+        own = {} if "optimizer" in written else {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+        engine, *_ = shardwise.initialize(model=model, config=file, mesh=mesh, **own)
+        assert engine.zero_optimization_stage() == written["zero_optimization"]["stage"]
+        before = shardwise.full_parameters(model)
+        dtype = next(model.parameters()).dtype
+        for step in range(8 * engine.gradient_accumulation_steps()):
+            engine.backward(loss(engine(rows(mesh["data"].rank, step).to(dtype))))
+            engine.step()
+        assert engine.global_steps == 8
+        assert engine.skipped_steps <= (3 if dtype == torch.float16 else 0)  # until the loss scale fits
+        after = shardwise.full_parameters(model)
+        assert all(not torch.equal(before[key], after[key]) for key in before)
+        return after
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    told = [record.getMessage() for record in caplog.records if record.name == "shardwise"]
+    assert len(told) == 1  # one message, on one rank, with every key that has no effect here
+    assert "overlap_comm" in told[0] or "contiguous_gradients" in told[0]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm.base import Comm, Key, Mesh, Work, part, rank_order_mean
 from shardwise.comm.board import Board, Store
 from shardwise.comm.fake import LocalComm, reduce_alone
+from shardwise.environment import Environment
 from shardwise.errors import ConfigError, RankMismatchError
 
 __all__ = ["ProcessGroupComm", "gloo_mesh", "mesh_from"]
@@ -282,10 +283,19 @@ def mesh_from(mesh: Mesh | DeviceMesh | ProcessGroup | None) -> dict[str, Comm]:
             if ``torch.distributed`` is not initialised, this process alone.
 
     Raises:
-        ConfigError: the axes have no names, or this process is in none of them.
+        ConfigError: the axes have no names, or this process is in none of them; or there is no default group although
+            a launcher started several processes.
     """
     if mesh is None:
-        return {"data": ProcessGroupComm() if dist.is_available() and dist.is_initialized() else LocalComm()}
+        if dist.is_available() and dist.is_initialized():
+            return {"data": ProcessGroupComm()}
+        world_size = Environment.read().world_size
+        if world_size is not None and world_size > 1:
+            raise ConfigError(
+                f"a launcher started {world_size} processes, but they have no process group, so each would train "
+                "alone: call torch.distributed.init_process_group() first, or use shardwise.initialize"
+            )
+        return {"data": LocalComm()}
     if isinstance(mesh, ProcessGroup):
         return {"data": ProcessGroupComm(mesh)}
     if isinstance(mesh, Mapping):
