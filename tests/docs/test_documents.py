@@ -15,7 +15,7 @@ from shardwise.cli.main import app
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-USERS_FILES = ("example.py", "train.py", "config.toml")
+USERS_FILES = ("example.py", "train.py", "config.toml", "settings.toml")
 EXAMPLES = ("README.md", "docs/get-started.md")
 
 

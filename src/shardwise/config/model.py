@@ -296,7 +296,7 @@ class TrainConfig(Section):
     """Micro-batches per rank and evaluation."""
     sample_tokens: Steps = 300
     """Tokens of the sample at the end; 0: none."""
-    sample_prompt: str = "def "
+    sample_prompt: str = "\n    def "
     """Start of the sample."""
     sample_every: Steps = 0
     """Updates between samples; 0: only at the end."""
