@@ -53,11 +53,11 @@ class LossScaler:
             self._judged = num_backwards
             self._loss_was_scaled = False
             if overflow_in is None:
-                self._after_step()
+                self.after_step()
             else:
-                self._after_overflow(overflow_in)
+                self.after_overflow(overflow_in)
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         """Count a step without overflow."""
         if self._rule.fixed is not None:
             return
@@ -69,7 +69,7 @@ class LossScaler:
             self._tolerance = self._rule.hysteresis
             self.scale *= 2.0
 
-    def _after_overflow(self, where: str) -> None:
+    def after_overflow(self, where: str) -> None:
         """Count a skipped step; halve the scale once the tolerance is used up."""
         if self._rule.fixed is not None:
             return
