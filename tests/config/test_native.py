@@ -122,7 +122,7 @@ def test_every_problem_is_in_one_error() -> None:
         ({"scheduler": {"name": "warmup", "min_lr": [1, "x"]}}, 'scheduler.min_lr[1]: expected a number, got "x"'),
         ({"clip_grad_norm": float("inf")}, "clip_grad_norm: expected a finite number, got Infinity"),
         ({"clip_grad_norm": 10**5000}, "clip_grad_norm: expected a number, got an integer of 16610 bits"),
-        ({"data": {"path": "text.txt"}}, 'data.path: expected a list, got "text.txt"'),
+        ({"optimizer": {"name": "adamw", "betas": 0.9}}, "optimizer.betas: expected a list, got 0.9"),
         ({"precision": {"param": "bfloat16"}}, None),
         ({"loss_scale": {"minimum": 4.0, "initial": 2.0}}, None),
         ({"loss_scale": {"fixed": 128.0, "hysteresis": 3}}, None),

@@ -91,7 +91,7 @@ def test_rate_and_micro_batch_follow_the_model(name: str, lr: float, micro: int)
 @pytest.mark.parametrize(("file", "reduction"), [("a.jsonl", "sum"), ("a.txt", "mean")])
 def test_losses_of_documents_are_summed_unless_it_is_said_otherwise(file: str, reduction: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("x")
-    where = f'data.path=["{tmp_path / file}"]'
+    where = f"data.path={tmp_path / file}"
     assert load(None, where).config.loss_reduction == reduction
     assert load(None, where, "loss_reduction=mean").config.loss_reduction == "mean"
 

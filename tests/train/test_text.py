@@ -96,6 +96,7 @@ def test_only_jsonl_alone_is_not_packed(
 ) -> None:
     write(tmp_path, files)
     assert is_packed(DataConfig(path=[str(tmp_path)], pack=pack)) is packed
+    assert is_packed(DataConfig(path=str(tmp_path), pack=pack)) is packed
 
 
 def all_bytes(source: PackedText) -> bytes:

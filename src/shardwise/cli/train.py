@@ -65,7 +65,8 @@ def train(
     environment = Environment.read()
     num_ranks = _num_ranks(environment, ranks)
     chosen = [*(overrides or []), *([] if stage is None else [f"stage={stage}"])]
-    settings = load_settings(config, overrides=chosen, num_ranks=num_ranks)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = load_settings(config, overrides=chosen, num_ranks=num_ranks, device=here)
     device_type = _device_type(settings, environment)
     if print_config:
         typer.echo(settings_as_toml(settings), nl=False)

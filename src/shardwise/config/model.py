@@ -270,8 +270,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text that ``shardwise train`` reads."""
 
-    path: list[str] | None = None
-    """Text files, JSONL files or folders; None: the source of Python's own library."""
+    path: str | list[str] | None = None
+    """Text file, JSONL file or folder, or several of them; None: the source of Python's own library."""
     field: str = "text"
     """Key of the text in a JSONL line."""
     tokenizer: str = "bytes"

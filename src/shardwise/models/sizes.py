@@ -43,7 +43,8 @@ class GPTSize:
         )
 
 
-# Two for bytes that train on a few cores. Shapes of GPT-2: Radford et al. 2019, table 2. Rates: Brown et al., arXiv:2005.14165, table 2.1, for models as large.
+# Two for bytes that train on a few cores. Shapes of GPT-2: Radford et al. 2019, table 2. Their rates: Brown et al.,
+# arXiv:2005.14165, table 2.1, for models as large.
 GPT_SIZES: Mapping[str, GPTSize] = MappingProxyType(
     {
         "gpt-nano": GPTSize(width=64, heads=2, depth=2, context=64, tied=False, lr=5e-3, micro=8),

@@ -145,7 +145,7 @@ def is_packed(data: DataConfig) -> bool:
     """
     if data.pack is not None:
         return data.pack
-    return data.path is None or any(file.suffix.lower() != LINES_SUFFIX for file in find_files(data.path))
+    return data.path is None or any(file.suffix.lower() != LINES_SUFFIX for file in find_files(_paths(data)))
 
 
 def read_text(data: DataConfig, tokenizer: Tokenizer, *, length: int, seed: int) -> Text:
@@ -167,7 +167,7 @@ def read_text(data: DataConfig, tokenizer: Tokenizer, *, length: int, seed: int)
         not_text: tuple[str, ...] = ()
         documents = [tokenizer.encode(corpus.tokens.numpy().tobytes(), "the library")]
     else:
-        found = read_documents(data.path, data.field)
+        found = read_documents(_paths(data), data.field)
         facts = (found.num_files, found.num_bytes, found.sha256)
         not_text = found.not_text
         documents = [
@@ -187,6 +187,10 @@ def read_text(data: DataConfig, tokenizer: Tokenizer, *, length: int, seed: int)
         sha256=facts[2],
         not_text=not_text,
     )
+
+
+def _paths(data: DataConfig) -> list[str]:
+    return [data.path] if isinstance(data.path, str) else list(data.path or ())
 
 
 def _ended(tokens: Tensor, end: int | None) -> Tensor:
