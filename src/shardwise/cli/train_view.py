@@ -52,6 +52,9 @@ class TrainView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the terminal as it was."""
+        self._end_panel()
+
+    def _end_panel(self) -> None:
         if self._live is not None:
             self._live.update(Text(""))
             self._live.stop()
@@ -93,28 +96,35 @@ class TrainView:
         shows_line = done.step % self._line_every == 0 or done.step in (1, self._num_steps)
         if self._live is not None:
             self._bars.update(self._bars.task_ids[0], completed=done.step)
-            self._live.update(self._panel(done, line), refresh=shows_line)
+            self._live.update(self._panel(done), refresh=shows_line)
         if shows_line:
             self._print(line)
             self._tokens, self._seconds = 0, 0.0
 
     def _line(self, done: StepDone) -> str:
-        measured, planned = sum(done.measured_bytes.values()), sum(done.planned_bytes.values())
-        return (
-            f"step {done.step:6d}/{self._num_steps}  loss {done.loss:.4f}  lr {done.lr:.3g}  "
-            f"grad norm {done.grad_norm:.3g}  {self._tokens / self._seconds:,.0f} tokens/s  "
-            f"memory {measured / MIB:.1f} MiB (planned {planned / MIB:.1f})  rss {done.peak_rss_bytes / MIB:,.0f} MiB  "
-            f"skipped {done.skipped}"
-        )
+        return f"step {done.step:6d}/{self._num_steps}  " + "  ".join(self._figures(done))
 
-    def _panel(self, done: StepDone, line: str) -> RenderableType:
-        rows: list[RenderableType] = [self._bars, Text(line, overflow="fold")]
+    def _figures(self, done: StepDone) -> list[str]:
+        measured, planned = sum(done.measured_bytes.values()), sum(done.planned_bytes.values())
+        return [
+            f"loss {done.loss:.4f}",
+            f"lr {done.lr:.3g}",
+            f"grad norm {done.grad_norm:.3g}",
+            f"{self._tokens / self._seconds:,.0f} tokens/s",
+            f"memory {measured / MIB:.1f} MiB (planned {planned / MIB:.1f})",
+            f"rss {done.peak_rss_bytes / MIB:,.0f} MiB",
+            f"skipped {done.skipped}",
+        ]
+
+    def _panel(self, done: StepDone) -> RenderableType:
+        figures = self._figures(done)
+        rows = ["  ".join(figures[:4]), "  ".join(figures[4:]), f"bytes: {kinds_and_bytes(done.measured_bytes)}"]
         if self._held_out:
-            rows.append(Text(f"held-out loss {self._held_out}"))
-        rows.append(Text(f"measured bytes: {kinds_and_bytes(done.measured_bytes)}", overflow="fold"))
-        return Panel(Group(*rows), title="shardwise train", title_align="left")
+            rows.insert(1, f"held-out loss {self._held_out}")
+        return Panel(Group(self._bars, *map(Text, rows)), title="shardwise train", title_align="left")
 
     def _finish(self, finished: Finished) -> None:
+        self._end_panel()
         if finished.sample:
             self._print(f"sample:\n{_indented(finished.sample)}")
         rate = finished.tokens / finished.seconds
