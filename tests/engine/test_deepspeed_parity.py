@@ -48,6 +48,6 @@ def test_losses_agree_with_those_of_deepspeed(stage: int, tmp_path: Path) -> Non
     for their, our in zip(theirs, ours, strict=True):
         assert our["losses"] == pytest.approx(their["losses"], rel=1e-5, abs=0)
         if stage > 0:  # DeepSpeed 0.19.8 does not tell the norm at stage 0 in fp32
-            assert our["norms"] == pytest.approx(their["norms"], rel=1e-3, abs=0)
-        assert max(our["norms"]) > 0.5  # the clipping had something to do
+            assert our["norms"] == pytest.approx(their["norms"], rel=1e-5, abs=0)
+        assert min(our["norms"]) > 0.5  # the clipping had something to do at every update
         assert our["losses"][-1] < our["losses"][0] - 0.3  # and the model learned
