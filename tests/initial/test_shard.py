@@ -169,6 +169,20 @@ def test_odd_net_with_all_oddities_equals_the_ordinary_one() -> None:
     compare(build, 3)
 
 
+def test_ranks_with_unlike_seeds_of_several_generators_take_those_of_rank_0() -> None:
+    def build(seed: int) -> nn.Module:
+        model = nn.Linear(4, 4)
+        for number, param in enumerate(model.parameters()):
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(10 * seed + number))
+        return model
+
+    pairs = [deferred(lambda seed=seed: build(seed)) for seed in (3, 4)]  # type: ignore[misc]
+    with pytest.warns(UserWarning, match="different random states; rank 0's are used"):
+        found, _ = shard_all([model for model, _ in pairs], 2, [recipe for _, recipe in pairs])
+    expected, _ = shard_all([build(3), build(3)], 2, ["verify"] * 2)
+    assert_equal_states(found, expected)
+
+
 @pytest.mark.parametrize("seeds", [(3, 4), (4, 3)])
 def test_ranks_with_unlike_seeds_take_those_of_rank_0(seeds: tuple[int, int]) -> None:
     build = CONSTRUCTORS["convolutions_as_in_a_resnet"]

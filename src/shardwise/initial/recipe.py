@@ -168,7 +168,8 @@ class Recipe:
                 stacklevel=5,
             )
             shared = job.send(torch.stack(states).view(-1), "random states").cpu().view(len(states), -1)
-            self._roots = dict(zip(roots, shared, strict=True))
+            # Copies: torch 2.13 crashes where a state is a view that begins inside its storage.
+            self._roots = {root: state.clone() for root, state in zip(roots, shared, strict=True)}
 
     def _deliver(
         self, model: nn.Module, params: Sequence[NamedParam], given: frozenset[int], *, finish: bool = True

@@ -14,7 +14,8 @@ def fingerprint(tensor: Tensor) -> int:
     digest = xxhash.xxh64()
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel():
-        for chunk in flat.view(torch.uint8).split(_CHUNK_BYTES):
+        raw = flat.view(torch.uint8)
+        for start in range(0, raw.numel(), _CHUNK_BYTES):
             # A copy: a storage that numpy has seen cannot be resized any more.
-            digest.update(chunk.clone().cpu().numpy().data)
+            digest.update(raw[start : start + _CHUNK_BYTES].clone().cpu().numpy().data)
     return digest.intdigest() & ((1 << 63) - 1)
