@@ -25,7 +25,7 @@ demo: $(STAMP)  ## train a small language model at stages 0 to 3 on two local ra
 test: $(STAMP)  ## run the tests, without the large matrix, in two processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-NOT_CORE := */cli/*,*/testing/*,*/models/*,*/data.py
+NOT_CORE := */cli/*,*/train/*,*/testing/*,*/models/*,*/data.py
 
 test-all: $(STAMP)  ## run all tests, the large matrix and the mutations included; report the branch coverage of the core
 	$(BIN)/coverage erase
