@@ -23,7 +23,7 @@ from shardwise.initial.recipe import Recipe, RecipeWithWeights
 from shardwise.initial.weights import Weights
 from shardwise.lanes import Lanes, make_lanes
 from shardwise.layout import DEFAULT_ALIGN
-from shardwise.managed import RESERVED_NAME, Managed, make_bucket
+from shardwise.managed import RESERVED_NAME, VOID, Managed, make_bucket
 from shardwise.memory import Arena
 from shardwise.modules import NamedParam, Units, check_params, collect_params, find_units
 from shardwise.numerics.norm import check_norm_type
@@ -116,6 +116,8 @@ def shard(
     if not callable(getattr(model, "named_modules", None)):
         raise ConfigError(f"shard() takes a module, got {type(model).__name__}")
     for name, module in model.named_modules():
+        if module.__dict__.get(RESERVED_NAME) == VOID:
+            raise StateError(f"{name or 'the model'} was destroyed and has no parameters any more: build a new one")
         if RESERVED_NAME in module.__dict__:
             raise StateError(f"{name or 'the model'} is sharded already: a module can be sharded once")
     params = collect_params(model)

@@ -23,9 +23,10 @@ from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.settle import Settler
 from shardwise.runtime.site import Site
 
-__all__ = ["RESERVED_NAME", "Managed", "OptimizerHook", "make_bucket"]
+__all__ = ["RESERVED_NAME", "VOID", "Managed", "OptimizerHook", "make_bucket"]
 
 RESERVED_NAME = "_shardwise"
+VOID = "void"  # in its place, where the model's memory was given back
 
 
 class OptimizerHook(Protocol):
@@ -328,6 +329,8 @@ class Managed:
             binding.release(keep=keep)
             binding.bucket.drop()
         self.model.__dict__.pop(RESERVED_NAME, None)
+        if not keep:
+            self.model.__dict__[RESERVED_NAME] = VOID
 
 
 def make_bucket(runtime: Runtime, member: Member, index: int, mesh: Mesh) -> Bucket:

@@ -425,6 +425,18 @@ def test_destroyed_engines_leave_no_memory_and_no_hooks(stage: int) -> None:
     run_ranks(2, body)
 
 
+def test_destroyed_model_is_not_sharded_again() -> None:
+    def body(mesh: Mesh) -> None:
+        model = net()
+        start(mesh, model, config={}).destroy()
+        with pytest.raises(StateError, match="was destroyed and has no parameters"):
+            start(mesh, model, config={})
+        with pytest.raises(ConfigError, match="not a sharded model"):
+            shardwise.full_state_dict(model)
+
+    run_ranks(1, body)
+
+
 def test_log_line_is_written_by_the_first_rank_every_so_many_updates(capsys: pytest.CaptureFixture[str]) -> None:
     def body(mesh: Mesh) -> None:
         engine = start(mesh, config={"optimizer": ADAMW, "log_every": 2})
