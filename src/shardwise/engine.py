@@ -70,6 +70,9 @@ class Engine(nn.Module):
         self._counts = settings.config.loss_reduction == "sum"
         self._scheduler_epoch = getattr(lr_scheduler, "last_epoch", None)
         self._warned: set[str] = set()
+        self._counted_from = self._num_counted = 0  # backwards: at the window's start, and with a count since
+        window, describe = self._window, self._managed.settler.describe
+        self._managed.settler.describe = lambda: [*describe(), f"windows of {window.length} micro-batches"]
         self._restart_count()
         self._set_window()
 
@@ -120,7 +123,7 @@ class Engine(nn.Module):
             raise StateError(
                 "backward: the loss must be a tensor of one element; call tensor.backward(grad) for others"
             )
-        self._add_count(count)
+        number = self._checked_count(count)
         window = self._window.length
         if scale_wrt_gas and window > 1 and not self._counts and _is_divided_by(loss, window):
             warnings.warn(
@@ -130,10 +133,18 @@ class Engine(nn.Module):
             )
         runtime = self._managed.runtime
         factor, runtime.factor = runtime.factor, runtime.factor if scale_wrt_gas else 1.0
+        before = runtime.num_backwards
         try:
             scale_loss(self.module, loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if runtime.in_backward:  # the window's gradients are going to be discarded
+                self._restart_count()
+            raise
         finally:
             runtime.factor = factor
+        if number is not None:
+            self._managed.settler.add_count(number)
+        self._num_counted += runtime.num_backwards - before
         self._window.num_backwards += 1
         return loss
 
@@ -163,12 +174,18 @@ class Engine(nn.Module):
                 "call it after every micro-batch, or set the boundary by hand: set_gradient_accumulation_boundary()",
             )
         self._applied = False
+        if lr_kwargs and self.lr_scheduler is None:
+            raise StateError("step: lr_kwargs are for a scheduler, and the engine has none")
         updates = window.ends_next
         if updates:
-            self._update(dict(lr_kwargs or {}))
+            self._update()
         window.advance(updated=updates)
         self.micro_steps += 1
         self._set_window()
+        if self._applied and self.lr_scheduler is not None:
+            self._advance_scheduler(dict(lr_kwargs or {}))
+        if updates:
+            self._log()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients so far, at every stage; its remaining micro-batches still count."""
@@ -301,8 +318,13 @@ class Engine(nn.Module):
             if self._owns_group:
                 leave_group()
 
-    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+    def _update(self) -> None:
         assert self.optimizer is not None
+        if self._counts and self._managed.runtime.num_backwards - self._counted_from != self._num_counted:
+            raise StateError(
+                'step: with loss_reduction = "sum" every backward needs a count, and some were loss.backward(): call '
+                "engine.backward(loss, count=...), and zero_grad() before the next window"
+            )
         config = self.settings.config
         settlement = self._managed.settler.settle()
         if not any(settlement.arrived.values()):
@@ -316,9 +338,9 @@ class Engine(nn.Module):
         self.global_samples += self._window.batch.size
         if not self._applied:
             self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self._advance_scheduler(lr_kwargs)
-        every = config.log_every
+
+    def _log(self) -> None:
+        every = self.settings.config.log_every
         if every is not None and self.global_steps % every == 0 and self._is_first:
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             norm = f"grad norm {self._grad_norm:.4g}"
@@ -347,21 +369,25 @@ class Engine(nn.Module):
         runtime.factor = 1.0 if self._counts else 1.0 / self._window.batch.accumulation
 
     def _restart_count(self) -> None:
+        self._counted_from, self._num_counted = self._managed.runtime.num_backwards, 0
         if self._counts:
             self._managed.settler.start_count()
 
-    def _add_count(self, count: float | Tensor | None) -> None:
+    def _checked_count(self, count: float | Tensor | None) -> float | None:
         if (count is None) is self._counts:
             raise ConfigError(
                 'backward: with loss_reduction = "sum" every loss needs its count= of samples or tokens'
                 if self._counts
                 else 'backward: count= has a meaning with loss_reduction = "sum" only; here losses are averaged'
             )
-        if count is not None:
-            number = float(count)
-            if not 0 <= number < math.inf:
-                raise ConfigError(f"backward: count must be a number >= 0, got {count!r}")
-            self._managed.settler.add_count(number)
+        if count is None:
+            return None
+        whole: Any = count
+        is_number = isinstance(whole, int | float) or (isinstance(whole, Tensor) and whole.numel() == 1)
+        number = float(whole) if is_number and not isinstance(whole, bool) else math.nan
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"backward: count must be a number >= 0, got {count!r}")
+        return number
 
     def _check_alive(self) -> None:
         if not self._alive:

@@ -1,7 +1,7 @@
 """``initialize``: from a model and a configuration to an engine, its optimizer, its loader and its scheduler."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.api import InitialValues, shard
+from shardwise.api import InitialValues, shard, unshard_model
 from shardwise.comm.base import Mesh
 from shardwise.comm.process_group import mesh_from
 from shardwise.config.model import Config
@@ -92,6 +92,7 @@ def initialize(
     try:
         whole = mesh_from(mesh)
         settings = _agreed_settings(config, whole, device)
+        loader = _loader(training_data, collate_fn, settings, whole)
         engine = _build(
             model,
             (optimizer, model_parameters, lr_scheduler),
@@ -101,18 +102,6 @@ def initialize(
             units=units,
             initial_values=initial_values,
         )
-        loader = None
-        if training_data is not None:
-            rank, num_ranks = _place(whole)
-            loader = ShardedLoader(
-                training_data,
-                micro=settings.batch.micro,
-                rank=rank,
-                num_ranks=num_ranks,
-                seed=settings.config.seed,
-                drop_last=settings.config.batch.drop_last,
-                collate=collate_fn,
-            )
     except BaseException:
         if owns_group:
             leave_group()
@@ -138,6 +127,25 @@ def _agreed_settings(config: ConfigSource, mesh: Mesh, device: torch.device) -> 
     return settings
 
 
+def _loader(
+    dataset: Dataset[Any] | None, collate: Callable[[list[Any]], Any] | None, settings: Resolved, mesh: Mesh
+) -> ShardedLoader | None:
+    if dataset is None:
+        if collate is not None:
+            raise ConfigError("collate_fn has no effect without training_data: leave it out, or pass the dataset")
+        return None
+    rank, num_ranks = _place(mesh)
+    return ShardedLoader(
+        dataset,
+        micro=settings.batch.micro,
+        rank=rank,
+        num_ranks=num_ranks,
+        seed=settings.config.seed,
+        drop_last=settings.config.batch.drop_last,
+        collate=collate,
+    )
+
+
 def _build(
     model: nn.Module,
     sources: tuple[OptimizerSource, Iterable[Any] | None, SchedulerSource],
@@ -150,7 +158,8 @@ def _build(
 ) -> Engine:
     source, parameters, schedule = sources
     config = settings.config
-    _check_sources(source, schedule, config)
+    _check_sources(source, parameters, schedule, config)
+    _check_loss_scale(model, settings)
     shard(
         model,
         mesh,
@@ -162,19 +171,24 @@ def _build(
         reductions_in_flight=config.overlap.reductions_in_flight,
         keep_last_unit=config.overlap.keep_last_unit,
     )
-    optimizer = _optimizer(model, source, parameters, config)
-    sharded = None if optimizer is None else shard_optimizer(optimizer, model, on_nonfinite=config.on_nonfinite)
-    scheduler = schedule
-    if sharded is not None and callable(schedule) and not isinstance(schedule, LRScheduler):
-        scheduler = schedule(sharded)
-    elif sharded is not None and schedule is None and config.scheduler is not None:
-        options = config.scheduler.model_dump(exclude={"name"})
-        scheduler = build_scheduler(config.scheduler.name, options, sharded)
+    try:
+        optimizer = _optimizer(model, source, parameters, config)
+        sharded = None if optimizer is None else shard_optimizer(optimizer, model, on_nonfinite=config.on_nonfinite)
+        scheduler = None if sharded is None else _scheduler(sharded, schedule, config)
+    except BaseException:
+        unshard_model(model)  # so that it can be tried again
+        raise
     return Engine(model, sharded, scheduler, settings, is_first=_place(mesh)[0] == 0, owns_group=owns_group)
 
 
-def _check_sources(source: OptimizerSource, schedule: SchedulerSource, config: Config) -> None:
-    """Refuse what would leave a part of the configuration unused."""
+def _check_sources(source: Any, parameters: Any, schedule: SchedulerSource, config: Config) -> None:
+    """Refuse what would leave a part of the configuration or an argument unused, or fail later."""
+    if source is not None and not isinstance(source, torch.optim.Optimizer) and not callable(source):
+        raise ConfigError(f"optimizer: pass one or a function that makes one (names go in config), got {source!r}")
+    if schedule is not None and not callable(schedule) and not callable(getattr(schedule, "step", None)):
+        raise ConfigError(f"lr_scheduler: pass a scheduler or a function that makes one, got {schedule!r}")
+    if parameters is not None and source is None and config.optimizer is None:
+        raise ConfigError("there are model_parameters but no optimizer: pass one, or name one in the configuration")
     if source is not None and config.optimizer is not None:
         raise ConfigError(
             f"the configuration names the optimizer {config.optimizer.name!r}, and initialize() got one: leave one out"
@@ -194,11 +208,11 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     if isinstance(source, torch.optim.Optimizer):
         if parameters is not None:
-            groups = [entry["params"] if isinstance(entry, Mapping) else [entry] for entry in parameters]
-            given = {id(param) for group in groups for param in group}
-            held = {id(p) for group in source.param_groups for p in group["params"]}
-            if not given <= held:
-                raise ConfigError("model_parameters holds parameters that the optimizer passed with it does not update")
+            held = {id(param) for group in source.param_groups for param in group["params"]}
+            if {id(param) for param in _each_parameter(parameters)} != held:
+                raise ConfigError(
+                    "model_parameters are not those of the optimizer passed with them: leave one of the two out"
+                )
         return source
     trainable = [param for param in model.parameters() if param.requires_grad]
     wanted = trainable if parameters is None else list(parameters)
@@ -210,6 +224,34 @@ def _optimizer(
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return OPTIMIZERS[config.optimizer.name](wanted, **options)
+
+
+def _each_parameter(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters of a list of parameters, names with parameters, or groups of either."""
+    for entry in entries:
+        group = entry["params"] if isinstance(entry, Mapping) else [entry]
+        for item in [group] if isinstance(group, torch.Tensor) else group:
+            yield item[1] if isinstance(item, tuple) else item
+
+
+def _scheduler(optimizer: ShardedOptimizer, schedule: SchedulerSource, config: Config) -> Any:
+    if schedule is None:
+        if config.scheduler is None:
+            return None
+        return build_scheduler(config.scheduler.name, config.scheduler.model_dump(exclude={"name"}), optimizer)
+    made = schedule(optimizer) if callable(schedule) and not isinstance(schedule, LRScheduler) else schedule
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(f"lr_scheduler: the function returned {made!r}, which has no step()")
+    return made
+
+
+def _check_loss_scale(model: nn.Module, settings: Resolved) -> None:
+    """Refuse a loss scale where no parameter is fp16: it would never be used."""
+    param = settings.config.precision.param
+    is_fp16 = any(p.dtype == torch.float16 for p in model.parameters()) if param is None else param == "fp16"
+    written = [key for key, origin in settings.origins.items() if key.startswith("loss_scale.") and origin != "default"]
+    if written and not is_fp16:
+        raise ConfigError(f"{', '.join(written)}: only fp16 parameters need a loss scale, and the model has none")
 
 
 def precision_of(config: Config) -> Precision:

@@ -478,3 +478,73 @@ def test_deepspeed_files_from_the_field_train_unchanged_on_two_ranks(
     told = [record.getMessage() for record in caplog.records if record.name == "shardwise"]
     assert len(told) == 1  # one message, on one rank, with every key that has no effect here
     assert "overlap_comm" in told[0] or "contiguous_gradients" in told[0]
+
+
+def test_exception_of_the_scheduler_comes_after_the_window_is_over() -> None:
+    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        """Its step needs a metric."""
+
+    def body(mesh: Mesh) -> None:
+        engine = start(
+            mesh,
+            config={"optimizer": ADAMW, "batch": {"micro": 1, "accumulation": 2}},
+            lr_scheduler=lambda optimizer: Plateau(optimizer),
+        )
+        steps = []
+        for step in range(4):
+            engine.backward(loss(engine(rows(0, step))))
+            if step % 2 == 0:
+                engine.step()
+            elif step == 1:
+                with pytest.raises(TypeError):
+                    engine.step()
+            else:
+                engine.step({"metrics": 1.0})
+            steps.append((engine.global_steps, engine.micro_steps))
+        assert steps == [(0, 1), (1, 2), (1, 3), (2, 4)]
+
+    run_ranks(1, body)
+
+
+def test_arguments_without_effect_are_refused() -> None:
+    def body(mesh: Mesh) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for options, message in (
+            ({"model_parameters": model.parameters()}, "model_parameters but no optimizer"),
+            ({"collate_fn": list}, "collate_fn has no effect"),
+            ({"optimizer": optimizer, "model_parameters": [model[0].weight]}, "not those of the optimizer"),
+            ({"optimizer": "adam"}, "optimizer: pass one or a function"),
+            ({"optimizer": optimizer, "lr_scheduler": "cosine"}, "lr_scheduler: pass a scheduler"),
+            ({"optimizer": optimizer, "lr_scheduler": lambda optimizer: None}, "has no step"),
+            ({"config": {"loss_scale": {"fixed": 1024.0}}}, "only fp16 parameters need a loss scale"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                start(mesh, model, **({"config": {}} | options))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = start(mesh, model, config={}, optimizer=optimizer)  # the model is plain after each
+        with pytest.raises(StateError, match="lr_kwargs are for a scheduler"):
+            engine.step({"metrics": 1.0})
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("form", ["list", "group", "tensor", "named"])
+@pytest.mark.parametrize("given", [True, False])
+def test_model_parameters_may_have_any_form_that_torch_takes(form: str, given: bool) -> None:
+    def body(mesh: Mesh) -> None:
+        model = net()
+        parameters: Any = {
+            "list": list(model.parameters()),
+            "group": [{"params": list(model.parameters())}],
+            "tensor": [{"params": param} for param in model.parameters()],
+            "named": model.named_parameters(),
+        }[form]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if given else None
+        config = {} if given else {"optimizer": ADAMW}
+        engine = start(mesh, model, config=config, optimizer=optimizer, model_parameters=parameters)
+        engine.backward(loss(engine(rows(0))))
+        engine.step()
+        assert engine.was_step_applied()
+
+    run_ranks(1, body)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise import ConfigError, StateError
+from shardwise import ConfigError, RankMismatchError, StateError
 from shardwise.comm.base import Mesh
 from shardwise.engine import Engine
 from shardwise.testing.ranks import run_ranks
@@ -311,3 +311,75 @@ def test_batch_sizes_change_between_updates_only(stage: int) -> None:
         return weights(engine)
 
     assert torch.equal(agreed(run_ranks(2, body)), torch.full((6,), -2.0))
+
+
+class Fails(torch.autograd.Function):
+    """Its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+@all_stages
+@pytest.mark.parametrize("kind", ["before", "within"])
+def test_backward_that_fails_leaves_no_count_behind(kind: str, stage: int) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        engine = build(mesh, stage, loss_reduction="sum", batch={"micro": 1, "accumulation": 2})
+        engine.backward(engine(value(12)), count=6)
+        engine.step()
+        if kind == "before":
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                engine.backward(torch.ones(()), count=60)
+        else:
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                engine.backward(engine(Fails.apply(value(1).requires_grad_())), count=60)
+        engine.backward(engine(value(6)), count=6)
+        engine.step()
+        assert engine.global_steps == 1
+        return weights(engine)
+
+    expected = -(12 + 6) / 12 if kind == "before" else -6 / 6  # what failed takes its window's gradients along
+    with nullcontext() if kind == "before" else pytest.warns(UserWarning, match="are discarded"):
+        assert torch.equal(agreed(run_ranks(2, body)), torch.full((6,), expected))
+
+
+@all_stages
+def test_backward_without_a_count_among_counted_ones_is_an_error(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        engine = build(mesh, stage, loss_reduction="sum", batch={"micro": 1, "accumulation": 2})
+        engine.backward(engine(value(1)), count=1)
+        engine.step()
+        engine(value(1)).backward()
+        with pytest.raises(StateError, match="every backward needs a count"):
+            engine.step()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("count", ["3", True, torch.ones(2), float("nan"), float("inf")])
+def test_count_that_is_no_number_is_an_error(count: Any) -> None:
+    def body(mesh: Mesh) -> None:
+        engine = build(mesh, 1, loss_reduction="sum")
+        with pytest.raises(ConfigError, match="count must be a number"):
+            engine.backward(engine(value(1)), count=count)
+
+    run_ranks(1, body)
+
+
+@all_stages
+def test_windows_that_differ_between_ranks_are_named(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        engine = build(mesh, stage)
+        engine.set_gradient_accumulation_steps(1 + mesh["data"].rank)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(value(1)))
+        engine.step()
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, RankMismatchError)
+        assert "rank 0: windows of 1 micro-batches; rank 1: windows of 2 micro-batches" in str(error)
