@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -359,6 +360,78 @@ def test_first_to_fail_is_told_from_its_victims(ends: list[RankEnd], first: int)
     assert first_to_fail(ends).rank == first_to_fail(ends[::-1]).rank == first
 
 
+HANDLED = ["Traceback (most recent call last):", "  File x", "ValueError: handled"]
+OWN = ["Traceback (most recent call last):", "KeyError: 'own'"]
+DOWN = [f"[rank1]: {text}" for text in (HANDLED[0], "  File x", "ValueError: two", "lines")]
+    "[rank1]: Traceback (most recent call last):",
+    "[rank1]:   File x",
+    "[rank1]: ValueError: two",
+    "[rank1]: lines",
+]
+
+
+@pytest.mark.parametrize(
+    ("ends", "first", "status"),
+    [
+        ([end(0, -15, 2.5, HANDLED, 1.0), end(1, 1, 2.0, OWN, 1.9)], 1, 1),  # nobody needs a peer for a KeyError
+        ([end(0, -15, 2.5, [*HANDLED, "going on"], 1.0), end(1, 1, 2.0, WAITED, 1.9)], 1, 1),  # it lived on
+        ([end(0, 7, 2.0, OWN, 1.9), end(1, -15, 2.5, DOWN, 1.8)], 0, 7),
+        ([end(0, 7, 2.0, WAITED, 1.9), end(1, -15, 2.5, DOWN, 1.8)], 1, 1),
+        ([end(0, 7, 2.0, WAITED, 1.9), end(1, -15, 2.5, [*DOWN, "[rank1]:[W1] not destroyed"], 1.8)], 1, 1),
+        ([end(0, 7, 2.0, WAITED, 1.9), end(1, -15, 2.5, HANDLED, 1.8), end(2, -15, 2.5, HANDLED, 1.0)], 2, 1),
+        ([end(0, 1, 60.0, WAITED, 59.0), end(1, -15, 60.5, HANDLED, 10.0)], 0, 1),
+        ([end(0, -15, 2.0), end(1, -15, 1.0)], 1, 143),  # nobody but the launcher's caller can have sent the first
+    ],
+)
+def test_rank_that_the_launcher_ended_is_first_only_if_another_missed_it(
+    ends: list[RankEnd], first: int, status: int
+) -> None:
+    for order in (ends, ends[::-1]):
+        assert (first_to_fail(order).rank, exit_status(order)) == (first, status)
+
+
+def test_line_on_stdout_after_a_traceback_shows_that_it_was_handled() -> None:
+    missed = end(0, 1, 2.0, WAITED, 1.9)
+    ended = end(1, -15, 2.5, HANDLED, 1.0)
+    assert first_to_fail([missed, ended]).rank == 1
+    living = replace(ended, lines=[*ended.lines, Line(1.5, "stdout", "step 2")])
+    assert first_to_fail([missed, living]).rank == 0
+    before = replace(ended, lines=[Line(0.5, "stdout", "step 1"), *ended.lines])
+    assert first_to_fail([missed, before]).rank == 1
+
+
+def test_report_says_that_the_first_to_fail_was_on_its_way_out() -> None:
+    report = describe_failure([end(0, 1, 2.0, WAITED, 1.9), end(1, -15, 2.5, DOWN, 1.8)]).splitlines()
+    assert report[:2] == [
+        "rank 0 ended after that: exit code 1, log rank-0.log",
+        "The first to fail, rank 1: the traceback below, ended by the launcher on its way out, log rank-1.log",
+    ]
+
+
+def test_handled_traceback_of_a_healthy_rank_is_not_the_failure() -> None:
+    name = script(
+        """
+        import os, time, traceback
+        if os.environ["RANK"] == "0":
+            try:
+                1 / 0
+            except ZeroDivisionError:
+                traceback.print_exc()
+            open("handled", "w").close()
+            time.sleep(60)
+        while not os.path.exists("handled"):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        raise KeyError("the real one")
+        """
+    )
+    result = run("-n", "2", name)
+    assert result.exit_code == 1
+    report = result.output[result.output.index("The first to fail, ") :]
+    assert report.startswith("The first to fail, rank 1: exit code 1, log ")
+    assert report.endswith("KeyError: 'the real one'\n")
+
+
 def test_report_keeps_chains_of_causes_and_drops_earlier_tracebacks() -> None:
     stderr = [
         "Traceback (most recent call last):",
@@ -380,7 +453,7 @@ def test_report_keeps_chains_of_causes_and_drops_earlier_tracebacks() -> None:
 
 
 def test_exit_status_is_that_of_a_shell() -> None:
-    assert [exit_status(end(0, code, 1.0)) for code in (1, 77, -9, -15)] == [1, 77, 137, 143]
+    assert [exit_status([end(0, code, 1.0)]) for code in (1, 77, -9, -15)] == [1, 77, 137, 143]
 
 
 # Signals

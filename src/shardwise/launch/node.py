@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from shardwise.environment import set_default
 from shardwise.errors import ConfigError
-from shardwise.launch.failure import RankEnd, describe_failure, exit_status, first_to_fail
+from shardwise.launch.failure import RankEnd, describe_failure, exit_status
 from shardwise.launch.options import LaunchOptions
 from shardwise.launch.rendezvous import make_rendezvous, stay_on_loopback
 from shardwise.launch.streams import RankStreams
@@ -72,7 +72,7 @@ def run_node(options: LaunchOptions) -> int:
             for rank, code in failed.items()
         ]
     sys.stderr.write(describe_failure(ends) + "\n")
-    return exit_status(first_to_fail(ends))
+    return exit_status(ends)
 
 
 def _run_agent(options: LaunchOptions, streams: RankStreams, ranks: "_Ranks") -> Mapping[int, int]:
