@@ -363,11 +363,6 @@ def test_first_to_fail_is_told_from_its_victims(ends: list[RankEnd], first: int)
 HANDLED = ["Traceback (most recent call last):", "  File x", "ValueError: handled"]
 OWN = ["Traceback (most recent call last):", "KeyError: 'own'"]
 DOWN = [f"[rank1]: {text}" for text in (HANDLED[0], "  File x", "ValueError: two", "lines")]
-    "[rank1]: Traceback (most recent call last):",
-    "[rank1]:   File x",
-    "[rank1]: ValueError: two",
-    "[rank1]: lines",
-]
 
 
 @pytest.mark.parametrize(
