@@ -1,9 +1,14 @@
-"""The accumulation window: how many micro-batches make one update, and where in it the loop stands. Pure counting."""
+"""The accumulation window: how many micro-batches make one update, and where in it the loop stands."""
+
+import math
+from typing import Any
+
+from torch import Tensor
 
 from shardwise.config.resolve import Batch
 from shardwise.errors import ConfigError, StateError
 
-__all__ = ["AccumulationWindow"]
+__all__ = ["AccumulationWindow", "checked_count", "is_divided_by"]
 
 
 class AccumulationWindow:
@@ -65,3 +70,27 @@ class AccumulationWindow:
                 )
             length = size // per_step
         self.batch = Batch(size=micro * length * self._num_ranks, micro=micro, accumulation=length)
+
+
+def checked_count(count: Any) -> float:
+    """Return a count of samples or tokens as a number.
+
+    Raises:
+        ConfigError: it is no finite number >= 0.
+    """
+    is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    number = float(count) if is_number and not isinstance(count, bool) else math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"backward: count must be a number >= 0, got {count!r}")
+    return number
+
+
+def is_divided_by(loss: Tensor, window: int) -> bool:
+    """Whether the last thing that was done to a loss is a division by the window (or a product with its inverse)."""
+    node: Any = loss.grad_fn
+    kind = type(node).__name__
+    factor = getattr(node, "_saved_other", None) if kind.startswith(("DivBackward", "MulBackward")) else None
+    if not isinstance(factor, Tensor) or factor.numel() != 1:
+        return False
+    value = float(factor)
+    return value == window if kind.startswith("Div") else math.isclose(value, 1.0 / window)

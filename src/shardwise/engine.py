@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.accumulation import AccumulationWindow
+from shardwise.accumulation import AccumulationWindow, checked_count, is_divided_by
 from shardwise.api import clip_grad_norm_, scale_loss
 from shardwise.config.resolve import Resolved
 from shardwise.errors import ConfigError, StateError
@@ -125,7 +125,7 @@ class Engine(nn.Module):
             )
         number = self._checked_count(count)
         window = self._window.length
-        if scale_wrt_gas and window > 1 and not self._counts and _is_divided_by(loss, window):
+        if scale_wrt_gas and window > 1 and not self._counts and is_divided_by(loss, window):
             warnings.warn(
                 f"backward: the loss seems to be divided by the window ({window}) already, and the engine divides it "
                 "too: pass scale_wrt_gas=False, or do not divide",
@@ -380,14 +380,7 @@ class Engine(nn.Module):
                 if self._counts
                 else 'backward: count= has a meaning with loss_reduction = "sum" only; here losses are averaged'
             )
-        if count is None:
-            return None
-        whole: Any = count
-        is_number = isinstance(whole, int | float) or (isinstance(whole, Tensor) and whole.numel() == 1)
-        number = float(whole) if is_number and not isinstance(whole, bool) else math.nan
-        if not 0 <= number < math.inf:
-            raise ConfigError(f"backward: count must be a number >= 0, got {count!r}")
-        return number
+        return None if count is None else checked_count(count)
 
     def _check_alive(self) -> None:
         if not self._alive:
@@ -404,14 +397,3 @@ class Engine(nn.Module):
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=4)
-
-
-def _is_divided_by(loss: Tensor, window: int) -> bool:
-    """Whether the last thing that was done to a loss is a division by the window (or a product with its inverse)."""
-    node: Any = loss.grad_fn
-    kind = type(node).__name__
-    factor = getattr(node, "_saved_other", None) if kind.startswith(("DivBackward", "MulBackward")) else None
-    if not isinstance(factor, Tensor) or factor.numel() != 1:
-        return False
-    value = float(factor)
-    return value == window if kind.startswith("Div") else math.isclose(value, 1.0 / window)
