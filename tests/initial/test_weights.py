@@ -172,6 +172,13 @@ def changed(**changes: Tensor | None) -> Callable[[], dict[str, Tensor]]:
     return make
 
 
+class _Unreadable(dict[str, Tensor]):
+    """Whose medium is gone."""
+
+    def items(self) -> object:  # type: ignore[override]
+        raise RuntimeError("disk gone")
+
+
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "missing parameter": (changed(blocks__1__bias=None), r"missing: blocks\.1\.bias"),
     "missing buffer": (changed(scale=None), "missing: scale"),
@@ -187,6 +194,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "not a tensor": (lambda: {"scale": 3}, "holds a int under 'scale'"),
     "meta tensor": (lambda: {"scale": torch.ones(3, device="meta")}, "expected a tensor with values"),
     "no file": (lambda: "nowhere.safetensors", "nowhere"),
+    "sparse": (lambda: {"scale": torch.ones(3).to_sparse()}, "a torch.sparse_coo tensor under 'scale'.*to_dense"),
+    "mapping that fails": (lambda: _Unreadable(weights()), "RuntimeError.*disk gone"),
 }
 
 
@@ -230,6 +239,7 @@ def _index(folder: Path, text: str) -> Path:
 BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "empty folder": (lambda folder: folder, "neither model.safetensors nor"),
     "no JSON": (lambda folder: _index(folder, "{"), "JSONDecodeError"),
+    "deeper than Python": (lambda folder: _index(folder, "[" * 100_000), "RecursionError"),
     "no map": (lambda folder: _index(folder, "[]"), "no weight_map"),
     "outside": (lambda folder: _index(folder, '{"weight_map": {"a": "../x.safetensors"}}'), "not in the folder"),
     "absolute": (lambda folder: _index(folder, '{"weight_map": {"a": "/x.safetensors"}}'), "not in the folder"),

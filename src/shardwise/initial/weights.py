@@ -84,7 +84,7 @@ class Weights:
             if reads:
                 entries = _open(self._source, stack)
                 problem = _problem(wanted, entries)
-        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        except Exception as error:  # whatever a file or a user's mapping raises: the other ranks wait for a word
             problem = str(error) if isinstance(error, ConfigError) else f"from_weights({self._source}): {error!r}"
         saved = {id(tensor) for _, tensor in named_tensors(job.model, persistent=True)}
         lost = [name for name, tensor in named_tensors(job.model) if tensor.is_meta and id(tensor) not in saved]
@@ -214,6 +214,12 @@ def _held(name: Any, tensor: Any) -> _Entry:
     if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
         raise ConfigError(
             f"from_weights(): the mapping holds a {type(tensor).__name__} under {name!r}, expected a tensor with values"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ConfigError(
+            f"from_weights(): the mapping holds a {kind} tensor under {name!r}, expected a dense one: call "
+            f"{'dequantize' if tensor.is_quantized else 'to_dense'}()"
         )
     return _Entry(shape=tuple(tensor.shape), floating=tensor.dtype.is_floating_point, read=lambda: tensor.detach())
 
