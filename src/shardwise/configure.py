@@ -99,6 +99,10 @@ def read_config(
     """
     if dialect not in (None, "native", "deepspeed"):
         raise ConfigError(f"dialect: expected native or deepspeed, got {show(dialect)}")
+    given: object = overrides  # a string is a sequence of strings, too
+    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    if not listed or not all(isinstance(text, str) for text in overrides):
+        raise ConfigError(f'overrides: expected a list of strings such as ["stage=1"], got {show(overrides)}')
     tree, name = _read(source)
     dialect = dialect or ("native" if tree.format == "toml" else _dialect_of(tree.values))
     foreign, native = _sorted_overrides(overrides, dialect, tree.problems)

@@ -115,6 +115,46 @@ def test_keys_that_are_no_strings_are_refused_with_their_place() -> None:
     assert "batch: keys are strings, got 3" in refusal({"batch": {3: 4}})
 
 
+@pytest.mark.parametrize("key", ["\ud800", "stage\udcff", "\x1b[31mred", "a\0", "a\nb", "\u202egats"], ids=ascii)
+@pytest.mark.parametrize("dialect", ["native", "deepspeed", None])
+def test_key_that_cannot_be_printed_is_refused_and_shown_escaped(tmp_path: Path, key: str, dialect: Any) -> None:
+    escaped = json.dumps(key)[1:-1]
+    said = "a key has printable characters only"
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"batch": {key: 1}, key: 1}), encoding="ascii")
+    for source in (path, {"batch": {key: 1}, key: 1}):
+        text = refusal(source, dialect=dialect)
+        assert f'"{escaped}": {said}' in text
+        assert f'"batch.{escaped}": {said}' in text
+        assert key not in text
+    path.write_text(f'{{"{escaped}": 1, "{escaped}": 2}}', encoding="ascii")
+    assert key not in refusal(path, dialect=dialect)
+    for override in (f"{key}=1", f"batch.{key}=1", f"batch.{key}"):
+        text = refusal({}, overrides=[override], dialect=dialect)
+        assert key not in text
+        assert escaped in text
+    assert key not in refusal({}, overrides=[f'batch={{"{escaped}" = 3}}'], dialect=dialect)
+
+
+def test_letters_of_all_languages_can_be_printed() -> None:
+    assert "gr\u00f6\u00dfe: unknown key" in refusal({"gr\u00f6\u00dfe": 1})
+
+
+def test_error_lists_fifty_problems_and_counts_the_others(tmp_path: Path) -> None:
+    lines = refusal({f"key{number}": 1 for number in range(53)}, dialect="native").splitlines()
+    assert lines[0] == "config: 53 problems:"
+    assert len(lines) == 52
+    assert lines[50].startswith("  - key49: unknown key")
+    assert lines[51] == "  - and 3 more"
+    assert len(refusal({f"key{number}": 1 for number in range(50)}, dialect="native").splitlines()) == 51
+
+
+def test_overrides_in_one_string_are_refused() -> None:
+    for overrides in ("stage=1", b"stage=1", 3, [3], None):
+        assert "overrides: expected a list of strings such as" in refusal({}, overrides=overrides)
+    assert load_config({}, num_ranks=1, overrides=("stage=1",)).config.stage == 1
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

@@ -152,9 +152,13 @@ def _plain(value: Any, key: str, depth: int, problems: list[str]) -> Any:
             if "." in name or not name:
                 problems.append(f"{show(path)}: a key has no dots and is not empty; write a section instead")
                 continue
+            if not name.isprintable():  # control characters, half a surrogate pair: pydantic cannot name the latter
+                problems.append(f"{show(path)}: a key has printable characters only")
+                continue
             copied[str(name)] = _plain(inner, path, depth + 1, problems)
         if isinstance(value, _Repeated):
-            problems.extend(f"{key + '.' if key else ''}{name}: is there twice" for name in value.twice)
+            twice = (f"{key}.{name}" if key else name for name in value.twice)
+            problems.extend(f"{path if path.isprintable() else show(path)}: is there twice" for path in twice)
         return copied
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{key}[{index}]", depth + 1, problems) for index, inner in enumerate(value)]
@@ -179,12 +183,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Split ``a.b=value``; the value is TOML, and a string if it is not (quotes may be left out).
 
     Raises:
-        ConfigError: there is no key or no "=".
+        ConfigError: there is no key or no "=", or a key has dots or what cannot be printed.
     """
     key, sign, value = text.partition("=")
     key = key.strip()
     if not sign or not key or not all(part.strip() for part in key.split(".")):
-        raise ConfigError(f"--set {text[:100]}: expected key=value, such as batch.size=32")
+        written = text[:100] if text[:100].isprintable() else show(text[:100])
+        raise ConfigError(f"--set {written}: expected key=value, such as batch.size=32")
+    if not key.isprintable():
+        raise ConfigError(f"--set {show(key)}: a key has printable characters only")
     try:
         parsed = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
@@ -192,6 +199,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     kept = parsed["value"] if set(parsed) == {"value"} else value.strip()
     if not isinstance(kept, bool | int | float | str | list | dict):  # a date
         kept = value.strip()
+    wrong = plain(kept).problems if isinstance(kept, dict) else []
+    if wrong:
+        raise ConfigError(f"--set {key}: {wrong[0]}")
     return key, kept
 
 

@@ -14,7 +14,9 @@ from shardwise.config.model import BatchConfig, Config
 from shardwise.config.words import leaves, show
 from shardwise.errors import ConfigError
 
-__all__ = ["Batch", "Resolved", "Verdict", "VerdictFate", "Written", "examine", "resolve"]
+__all__ = ["SHOWN_PROBLEMS", "Batch", "Resolved", "Verdict", "VerdictFate", "Written", "examine", "resolve"]
+
+SHOWN_PROBLEMS = 50  # of one error; a file of something else can have thousands
 
 VerdictFate = Literal["same", "mapped", "no effect", "off", "refused"]
 
@@ -139,7 +141,10 @@ def examine(written: Written, num_ranks: int) -> tuple[Resolved | None, tuple[st
 def _listed(source: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
-    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
+    shown = [*problems[:SHOWN_PROBLEMS]]
+    if len(problems) > SHOWN_PROBLEMS:
+        shown.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
+    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in shown)
 
 
 def _complete(given: BatchConfig, num_ranks: int, written: Written, problems: list[str]) -> Batch | None:
