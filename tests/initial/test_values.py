@@ -236,10 +236,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "meta context": (lambda: _in_meta_context(), "leave torch.device"),
     "meta move": (lambda: torch.ones(3).to("meta"), "leave torch.device"),
     "address": (lambda: torch.ones(3).data_ptr(), "no address"),
+    "autocast product": (lambda: _under_autocast(lambda w: w @ w), "mm.*leave autocast out"),
+    "autocast layer": (lambda: _under_autocast(lambda w: nn.Linear(3, 2)(w)), "leave autocast out"),
+    "autocast factorisation": (lambda: _under_autocast(torch.linalg.qr), "qr.*leave autocast out"),
+    "autocast undivided": (lambda: _under_autocast(torch.linalg.svdvals), "svdvals.*leave autocast out"),
     "write outside": (lambda: OUTSIDE.copy_(torch.ones(3)), "copy_.*from outside"),
     "draw outside": (lambda: nn.init.normal_(OUTSIDE), "normal_.*from outside"),
     "draw into an array": (lambda: torch.from_numpy(np.zeros(3)).normal_(), "normal_.*from outside"),
 }
+
+
+def _under_autocast(operation: Callable[[Tensor], object]) -> object:
+    with torch.autocast("cpu", torch.bfloat16):
+        return operation(torch.ones(3, 3))
 
 
 def _in_meta_context() -> Tensor:
@@ -255,6 +264,23 @@ def test_what_cannot_be_recorded_is_refused_by_name(what: str) -> None:
         _module(operation)()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.ones(1).device.type == "cpu"  # the modes are off
+
+
+def test_autocast_that_changes_nothing_is_followed() -> None:
+    def build() -> nn.Module:
+        with torch.autocast("cpu", torch.bfloat16):
+            net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).half(), nn.LayerNorm(3))
+            nn.init.kaiming_normal_(net[0].weight)
+            net[0].bias = nn.Parameter(net[0].bias.data * 0.5 + torch.randn(3))
+            net[2].weight = nn.Parameter(net[0].weight.data[0].clone())
+        net.product = nn.Parameter(net[0].weight.data @ net[0].weight.data)
+        return net
+
+    torch.manual_seed(0)
+    expected = build()
+    torch.manual_seed(0)
+    model, recipe = deferred(build)
+    assert differences(recipe.materialize(model), expected) == []
 
 
 def test_array_of_recorded_numbers_is_read_only() -> None:

@@ -325,3 +325,25 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
         or ours[name].requires_grad != value.requires_grad
         or type(ours[name]) is not type(value)
     ]
+
+
+@constructor
+def spectra() -> nn.Module:
+    """Of functions that torch divides otherwise where a mode watches."""
+    net = nn.Linear(20, 20)
+    own = net.weight.detach()
+    net.weight.data.div_(torch.linalg.matrix_norm(own, 2))
+    for name, value in {
+        "singular": torch.linalg.svdvals(own),
+        "eigen": torch.linalg.eigvalsh(own),
+        "spectral": torch.linalg.norm(own, 2),
+        "nuclear": torch.linalg.matrix_norm(own, "nuc"),
+        "old_nuclear": torch.norm(own, "nuc"),
+        "method": own.norm(),
+        "rows": own.norm(dim=1, keepdim=True),
+        "condition": torch.linalg.cond(own),
+        "rank": torch.linalg.matrix_rank(own),
+        "graph": torch.linalg.svdvals(net.weight).detach(),
+    }.items():
+        net.register_buffer(name, value)
+    return net

@@ -12,13 +12,20 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ConfigError
 from shardwise.initial.recorder import Recorder
-from shardwise.initial.tape import map_leaves
+from shardwise.initial.tape import each, map_leaves
 
 __all__ = ["Answers"]
 
 _NO_META = "leave torch.device('meta') out, the context does what it is for"
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+
+# Under a mode torch takes another path through these than without (singular vectors, which nobody asked for), and
+# rounds otherwise. They are put on the tape undivided, and torch divides them when they are replayed.
+_UNDIVIDED = frozenset(
+    """linalg_svdvals linalg_eigvalsh linalg_matrix_norm linalg_norm linalg_cond linalg_matrix_rank norm
+    nuclear_norm""".split()  # noqa: SIM905 (a table of words)
+)
 
 
 class Answers(TorchFunctionMode):
@@ -36,7 +43,13 @@ class Answers(TorchFunctionMode):
         own = args[0] if args and isinstance(args[0], Tensor) else None
         with torch._C.DisableTorchFunction():
             answer = self._answer(func, own, args, kwargs)
-        return func(*args, **kwargs) if answer is NotImplemented else answer
+        if answer is not NotImplemented:
+            return answer
+        with self._recorder.autocast():
+            if getattr(func, "__name__", "") not in _UNDIVIDED or _is_differentiated([args, kwargs]):
+                return func(*args, **kwargs)
+            with torch._C._AutoDispatchBelowAutograd():  # where operations are not divided yet
+                return func(*args, **kwargs)
 
     def _answer(self, func: Any, own: Tensor | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
@@ -111,6 +124,10 @@ class Answers(TorchFunctionMode):
             kwargs = {**kwargs, "device": place(kwargs["device"])}
         result: Tensor = torch.Tensor.to(own, *head, **kwargs)
         return result
+
+
+def _is_differentiated(arguments: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in each(arguments, Tensor))
 
 
 def _as_index(part: Any) -> Any:

@@ -44,6 +44,9 @@ _SHAPE_ONLY = frozenset(
     """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros
     new_ones new_full""".split()  # noqa: SIM905
 )
+# Their results have the dtype of their argument or one that is asked for, under autocast too.
+_COPIES = frozenset("clone _to_copy lift_fresh contiguous".split()) | _SHAPE_ONLY  # noqa: SIM905
+_AUTOCAST = MappingProxyType({"cpu": "AutocastCPU", "cuda": "AutocastCUDA"})  # torch's dispatch keys
 _REFUSED = MappingProxyType(
     {
         "set_": "it puts other memory behind a tensor (copies by pickle and torch.load do): load weights outside, and "
@@ -68,6 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.states = GeneratorStates()
         self._replay = Replay(self.tape, keep=True)
         self._paused = False
+        self._autocast: frozenset[str] = frozenset()  # kinds of devices
         self._storages: dict[int, int] = {}  # by identity of the meta storage
         self._kept: list[torch.UntypedStorage] = []  # so that identities are not used twice
 
@@ -126,6 +130,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Remember what autocast is on for; torch hides it from the operations that a mode over operations sees."""
+        before, self._autocast = (
+            self._autocast,
+            frozenset(kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)),
+        )
+        try:
+            yield
+        finally:
+            self._autocast = before
+
+    @contextmanager
     def _pause(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
@@ -166,6 +182,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._run(func, args, kwargs, in_place=bool(written), draws=draws)
         results = list(each(out, Tensor))
         begun = [number for tensor in results if (number := self._adopt(tensor, device)) is not None]
+        if begun and not written and device.type in self._autocast:
+            _check_without_autocast(func, tensors, device)
         if begun or written:  # else a view, or a number
             self._append(func, args, kwargs, results, begun, written, device, generator)
         return out
@@ -279,6 +297,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _refusal(func: Any, reason: str) -> ConfigError:
     return ConfigError(f"deferred_init(): {name_of(func)} cannot be recorded: {reason}")
+
+
+def _check_without_autocast(func: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Refuse what autocast might compute in another dtype: all but copies and what it has no kernel for, by element."""
+    if not any(tensor.is_floating_point() for tensor in tensors) or func.overloadpacket.__name__ in _COPIES:
+        return
+    casts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _AUTOCAST[device.type])
+    if casts or torch.Tag.pointwise not in func.tags:
+        raise _refusal(func, "torch.autocast may change its dtype, unseen: leave autocast out of the constructor")
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
