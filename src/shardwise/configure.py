@@ -82,8 +82,12 @@ def explain_config(
     if written.dialect == "native":
         written_leaves = leaves(written.tree).items()
         verdicts = [Verdict(key=key, value=value, fate="same", target=key) for key, value in written_leaves]
+    by_key: dict[str, list[str]] = {}
+    for problem in problems:
+        key, _, text = problem.partition(": ")
+        by_key.setdefault(key, []).append(text)
     for index, verdict in enumerate(verdicts):
-        reasons = [text for key, _, text in (problem.partition(": ") for problem in problems) if key == verdict.key]
+        reasons = by_key.get(verdict.key, [])
         if reasons and verdict.fate != "refused":
             verdicts[index] = replace(verdict, fate="refused", why="; ".join(reasons))
     return Explanation(written=written, verdicts=tuple(verdicts), resolved=resolved, problems=problems)

@@ -121,6 +121,38 @@ def test_schema_is_printed() -> None:
     assert set(json.loads(result.output)["properties"]) == set(Config.model_fields)
 
 
+@pytest.mark.parametrize("path", ["", ".", "none/facts.json", "a.toml/facts.json"])
+def test_facts_that_cannot_be_written_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("stage = 1\n", encoding="utf-8")
+    result = run("a.toml", "--json", path)
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert str(result.exception).startswith("--json ")
+    assert result.output == ""
+
+
+def test_device_that_nothing_trains_on_is_refused() -> None:
+    result = run(FILES / "hf_zero3.json", "--device", "tpu")
+    assert result.exit_code == 2
+    assert "'tpu'" in result.output
+
+
+def test_schema_of_a_file_is_an_error() -> None:
+    result = run("--schema", FILES / "hf_zero3.json")
+    assert isinstance(result.exception, ConfigError)
+    assert "--schema" in str(result.exception)
+
+
+def test_long_list_of_problems_is_cut_in_the_report_and_whole_in_the_facts(tmp_path: Path) -> None:
+    path = tmp_path / "[red]keys.json"
+    path.write_text(json.dumps({f"key{number}": number for number in range(53)}), encoding="utf-8")
+    assert len(facts(tmp_path, path, exit_code=1)["problems"]) == 53
+    output = run(path).output
+    assert sum(line.startswith("refused key") for line in output.splitlines()) == 50
+    assert "refused and 3 more" in output
+    assert "[red]keys.json, key by key" in output
+
+
 def test_no_file_is_an_error() -> None:
     assert isinstance(run().exception, ConfigError)
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.config.resolve import Verdict
+from shardwise.config.resolve import Verdict, shortened
 from shardwise.config.words import leaves, show
 from shardwise.configure import Dialect, Explanation, explain_config, json_schema
 from shardwise.errors import ConfigError
@@ -32,7 +32,7 @@ def explain(
         Path | None, typer.Argument(help="TOML or JSON, native or of DeepSpeed.", show_default=False)
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, for the batch arithmetic.")] = 1,
-    device: Annotated[str, typer.Option(help="Type of the device that trains, cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Type of the device that trains.")] = "cpu",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
     ] = None,
@@ -49,13 +49,20 @@ def explain(
 ) -> None:
     """Show key by key what a configuration file means here; exit with 1 if something in it is refused."""
     if schema:
+        if file is not None:
+            raise ConfigError(
+                f"--schema describes all native settings, not a file; leave out {str(file)!r} or --schema"
+            )
         typer.echo(json.dumps(json_schema(), indent=2))
         return
     if file is None:
         raise ConfigError("explain: name a file, or pass --schema")
     explanation = explain_config(file, overrides=overrides or (), num_ranks=ranks, dialect=dialect, device=device)
     if json_path is not None:
-        json_path.write_text(json.dumps(_facts(explanation), indent=2, default=str) + "\n", encoding="utf-8")
+        try:
+            json_path.write_text(json.dumps(_facts(explanation), indent=2, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {str(json_path)!r}: cannot be written: {error.strerror}") from error
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH_OF_FILES)
@@ -68,7 +75,7 @@ def _report(explanation: Explanation, console: Console, *, with_defaults: bool) 
     written = explanation.written
     effective = _effective(explanation)
     if explanation.verdicts:
-        table = Table(title=f"{written.source}, key by key ({written.dialect} names)", title_justify="left")
+        table = Table(title=f"{escape(written.source)}, key by key ({written.dialect} names)", title_justify="left")
         for column in ("key", "value", "here", "setting", "why"):
             keep_whole = column == "key" and console.width >= WIDTH_OF_FILES  # for grep
             table.add_column(column, overflow="fold", no_wrap=keep_whole)
@@ -79,7 +86,7 @@ def _report(explanation: Explanation, console: Console, *, with_defaults: bool) 
         console.print(table)
     for note in explanation.resolved.notes if explanation.resolved is not None else written.notes:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
-    for problem in explanation.problems:
+    for problem in shortened(explanation.problems):
         console.print(f"[bold red]refused[/bold red] {escape(problem)}")
     if explanation.resolved is not None:
         console.print(_effective_table(effective, explanation.resolved.num_ranks, with_defaults))

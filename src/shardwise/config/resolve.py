@@ -14,9 +14,9 @@ from shardwise.config.model import BatchConfig, Config
 from shardwise.config.words import leaves, show
 from shardwise.errors import ConfigError
 
-__all__ = ["SHOWN_PROBLEMS", "Batch", "Resolved", "Verdict", "VerdictFate", "Written", "examine", "resolve"]
+__all__ = ["Batch", "Resolved", "Verdict", "VerdictFate", "Written", "examine", "resolve", "shortened"]
 
-SHOWN_PROBLEMS = 50  # of one error; a file of something else can have thousands
+SHOWN_PROBLEMS = 50
 
 VerdictFate = Literal["same", "mapped", "no effect", "off", "refused"]
 
@@ -141,10 +141,13 @@ def examine(written: Written, num_ranks: int) -> tuple[Resolved | None, tuple[st
 def _listed(source: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{source}: {problems[0]}"
-    shown = [*problems[:SHOWN_PROBLEMS]]
-    if len(problems) > SHOWN_PROBLEMS:
-        shown.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
-    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in shown)
+    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in shortened(problems))
+
+
+def shortened(problems: Sequence[str]) -> list[str]:
+    """Return the first 50 problems, and how many more there are: a file of something else can have thousands."""
+    more = len(problems) - SHOWN_PROBLEMS
+    return [*problems[:SHOWN_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _complete(given: BatchConfig, num_ranks: int, written: Written, problems: list[str]) -> Batch | None:
