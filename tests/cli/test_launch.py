@@ -78,6 +78,8 @@ def logs(folder: str = "logs") -> dict[str, str]:
         (["--rdzv-backend", "nothing", "--rdzv-endpoint", "127.0.0.1:1"], "rendezvous nothing at 127.0.0.1:1"),
         (["--rdzv-conf", "a"], "--rdzv-conf: expected KEY=VALUE"),
         (["--master-port", "70000"], "--master-port must be from 1 to 65535"),
+        (["-n", "2", "--local-ranks-filter", "7"], "--local-ranks-filter: this node has local ranks 0 to 1, not 7"),
+        (["--local-ranks-filter", "0,1,2"], "--local-ranks-filter: this node has local rank 0 only, not 1, 2"),
         (["--max-restarts", "-1"], "--max-restarts must be at least 0"),
         (["-r", "4"], "--redirects must be 0, 1, 2, 3 or a list like 0:3,1:2"),
         (["-t", "0:3,1"], "--tee must be"),
@@ -119,6 +121,16 @@ def test_streams_shown_follow_redirects_tee_and_filter() -> None:
     assert shown(0, r="3", t="1") == "stdout"
     assert (shown(0, r="0:3,1:2"), shown(1, r="0:3,1:2"), shown(2, r="0:3,1:2")) == ("", "stdout", "stderr stdout")
     assert (shown(0, f="1"), shown(1, f="1")) == ("", "stderr stdout")
+
+
+def test_filter_of_ranks_that_only_other_nodes_may_have_is_told() -> None:
+    name = script("print('started')")
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nnodes", "1:2")
+    result = run(*place, "--rdzv-conf", "last_call_timeout=1", "--local-ranks-filter", "7", name)
+    assert result.exit_code == 0, result.output
+    assert "--local-ranks-filter: none of these ranks is on this node" in result.output
+    assert "started" not in result.output
+    assert logs() == {"rank-0.log": "started\n"}
 
 
 # One node

@@ -51,6 +51,8 @@ def run_node(options: LaunchOptions) -> int:
     ranks = _Ranks()
     with ranks.signals(), contextlib.closing(RankStreams(options, _new_folder(options.log_dir))) as streams:
         sys.stderr.write(f"logs of the ranks: {streams.folder}\n")
+        if options.local_ranks_shown is not None and min(options.local_ranks_shown) >= options.num_local_ranks:
+            sys.stderr.write("--local-ranks-filter: none of these ranks is on this node, so nothing of it is shown\n")
         sys.stderr.flush()
         try:
             failed = _run_agent(options, streams, ranks)

@@ -84,6 +84,11 @@ class LaunchOptions:
             raise ConfigError(f"--rdzv-backend {self.rendezvous_backend} needs --rdzv-endpoint HOST:PORT")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ConfigError(f"--master-port must be from 1 to 65535, got {self.master_port}")
+        unknown = sorted(rank for rank in self.local_ranks_shown or () if rank >= self.num_local_ranks)
+        if unknown and self.max_nodes == 1:  # other nodes may have more ranks
+            last = self.num_local_ranks - 1
+            there = f"local ranks 0 to {last}" if last else "local rank 0 only"
+            raise ConfigError(f"--local-ranks-filter: this node has {there}, not {', '.join(map(str, unknown))}")
         for name, value in (("--max-restarts", self.max_restarts), ("--monitor-interval", self.monitor_interval)):
             if not value >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {value}")
