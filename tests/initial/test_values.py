@@ -240,6 +240,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "autocast layer": (lambda: _under_autocast(lambda w: nn.Linear(3, 2)(w)), "leave autocast out"),
     "autocast factorisation": (lambda: _under_autocast(torch.linalg.qr), "qr.*leave autocast out"),
     "autocast undivided": (lambda: _under_autocast(torch.linalg.svdvals), "svdvals.*leave autocast out"),
+    "torch.func": (lambda: torch.func.grad(lambda w: (w * w).sum())(torch.ones(3)), "torch.func's transforms"),
+    "inference mode": (torch.inference_mode()(lambda: nn.Linear(3, 3)), "inference_mode.*use torch.no_grad"),
     "write outside": (lambda: OUTSIDE.copy_(torch.ones(3)), "copy_.*from outside"),
     "draw outside": (lambda: nn.init.normal_(OUTSIDE), "normal_.*from outside"),
     "draw into an array": (lambda: torch.from_numpy(np.zeros(3)).normal_(), "normal_.*from outside"),
@@ -358,6 +360,105 @@ def test_changes_after_the_context_are_noticed(change: str) -> None:
     act(model)
     with pytest.raises(ConfigError, match=message):
         shardwise.shard(model, initial_values=recipe)
+
+
+@pytest.mark.parametrize("how", ["shard", "materialize"])
+def test_buffer_that_is_edited_after_the_context_is_noticed(how: str) -> None:
+    model, recipe = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model[1].running_mean.fill_(7.0)
+    with pytest.raises(ConfigError, match=r"buffer 1\.running_mean was changed after"):
+        _use(recipe, model, how)
+
+
+def _use(recipe: Recipe, model: nn.Module, how: str) -> None:
+    if how == "shard":
+        shardwise.shard(model, initial_values=recipe)
+    else:
+        recipe.materialize(model)
+
+
+def _traced() -> nn.Module:
+    return torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3))
+
+
+USELESS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "script": (lambda: torch.jit.script(nn.Linear(3, 3)), "compiled by torch.jit|cannot leave"),
+    "trace": (_traced, "compiled by torch.jit|cannot leave"),
+    "script inside": (
+        lambda: nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))),
+        "1 was compiled by|1.weight is.*cannot leave",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4)), "no shape yet"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("how", ["shard", "materialize"])
+@pytest.mark.parametrize("what", USELESS)
+def test_model_that_cannot_be_filled_is_refused_by_name(what: str, how: str) -> None:
+    build, message = USELESS[what]
+    with pytest.raises(ConfigError, match=message):
+        _use(*reversed(deferred(build)), how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["shard", "materialize"])
+def test_recipe_of_another_model_is_refused_for_a_plain_one(how: str) -> None:
+    _, recipe = deferred(lambda: nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="made nothing of this model, which has values"):
+        _use(recipe, nn.Linear(3, 3), how)
+
+
+def test_second_materialize_is_refused() -> None:
+    model, recipe = deferred(lambda: nn.Linear(3, 3))
+    recipe.materialize(model)
+    with pytest.raises(ConfigError, match="which has values"):
+        recipe.materialize(model)
+
+
+# What another thread draws, the recording does not see
+
+
+def _in_thread(act: Callable[[], object]) -> object:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(act()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_layer_of_another_thread_is_refused(last: bool) -> None:
+    state = torch.get_rng_state()
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(3, 3), _in_thread(lambda: nn.Linear(3, 3))]
+        if not last:
+            layers.append(nn.Linear(3, 3))
+        return nn.Sequential(*layers)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="another thread"):
+        deferred(build)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("how", ["shard", "materialize"])
+@pytest.mark.parametrize("main_draws_first", [False, True])
+@pytest.mark.parametrize("size", [3, 100])  # 100 x 100 numbers replace the words of the generator
+def test_layer_of_another_thread_is_refused_wherever_it_is_drawn(how: str, main_draws_first: bool, size: int) -> None:
+    def build() -> nn.Module:
+        first = nn.Linear(3, 3) if main_draws_first else nn.LayerNorm(3)
+        return nn.Sequential(first, _in_thread(lambda: nn.Linear(size, size)))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="another thread"):
+        _use(*reversed(deferred(build)), how)  # type: ignore[arg-type]
+
+
+def test_models_of_other_threads_do_not_matter() -> None:
+    with shardwise.deferred_init() as recipe:
+        _in_thread(lambda: nn.LayerNorm(3))
+        model = nn.Linear(3, 3)
+    recipe.materialize(model)
+    assert not model.weight.is_meta
 
 
 def test_deep_copy_after_the_context_is_noticed() -> None:

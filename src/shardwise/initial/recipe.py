@@ -1,14 +1,17 @@
 """``deferred_init`` and the ``Recipe`` it gives: the values of a model that was built without any memory."""
 
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.initial.answers import Answers
@@ -21,6 +24,8 @@ from shardwise.initial.weights import Weights, WeightSource
 from shardwise.modules import NamedParam, collect_params, leave_meta
 
 __all__ = ["Recipe", "RecipeWithWeights", "deferred_init"]
+
+_INCOMPLETE = "the recipe is not complete: leave the deferred_init() context before shard()"
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,16 +57,21 @@ def deferred_init() -> Iterator["Recipe"]:
     """
     recorder = Recorder()
     recipe = Recipe(recorder)
-    hook = nn.modules.module.register_module_parameter_registration_hook(recipe._note)
+    hooks = [
+        nn.modules.module.register_module_parameter_registration_hook(recipe._note),
+        nn.modules.module.register_module_buffer_registration_hook(recipe._note),
+    ]
     try:
         with recorder, Answers(recorder):
             yield recipe
         recipe._complete(recorder.states.leave())
     except BaseException:
-        recorder.states.leave()
+        with suppress(ConfigError):  # what was raised first says more
+            recorder.states.leave()
         raise
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +87,9 @@ class Recipe:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._params: dict[int, tuple[nn.Parameter, int]] = {}  # by id, with the version at the end
+        self._noted: dict[int, tuple[Tensor, int]] = {}  # parameters and buffers by id, with the version at the end
+        self._thread = threading.get_ident()
+        self._foreign: dict[tuple[int, str], weakref.ref[nn.Module]] = {}  # by id of the module and name
         self._seen: list[Seen] | None = None
         self._roots: dict[Node, Tensor] = {}
 
@@ -107,7 +119,12 @@ class Recipe:
             StateError: the context has not ended.
         """
         if self._seen is None:
-            raise StateError("the recipe is not complete: leave the deferred_init() context before shard()")
+            raise StateError(_INCOMPLETE)
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} of a lazy module has no shape yet: run its forward once inside the deferred_init() context, "
+                "or use the module that is not lazy"
+            )
         if not tensor.is_meta:
             return tensor.device
         try:
@@ -117,22 +134,50 @@ class Recipe:
                 f"{name} is on the meta device, but this recipe did not make it: build, copy and convert the whole "
                 "model inside the deferred_init() context the recipe came from"
             ) from None
-        _, version = self._params.get(id(tensor), (None, tensor._version))
+        _, version = self._noted.get(id(tensor), (None, tensor._version))
         if tensor._version != version:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ConfigError(
-                f"parameter {name} was changed after the deferred_init() context, which is lost: initialise it inside"
+                f"{kind} {name} was changed after the deferred_init() context, which is lost: initialise it inside"
             )
         return device
+
+    def _check(self, model: nn.Module) -> None:
+        """Check that the model is what the recipe made.
+
+        Raises:
+            ConfigError: it is not, or in part.
+        """
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"{path or 'the model'} was compiled by torch.jit, which cannot be recorded: leave torch.jit out, "
+                    "or build the model without deferred_init()"
+                )
+            for name, param in module._parameters.items():
+                ref = self._foreign.get((id(module), name))
+                if ref is not None and ref() is module and param is not None and not param.is_meta:
+                    raise ConfigError(
+                        f"parameter {path}{'.' if path else ''}{name} was made in another thread, where nothing is "
+                        "recorded: build the whole model in the thread of the deferred_init() context"
+                    )
+        tensors = named_tensors(model)
+        for name, tensor in tensors:
+            self.device_of(tensor, name)
+        if tensors and not any(tensor.is_meta for _, tensor in tensors):
+            raise ConfigError("the recipe made nothing of this model, which has values: leave the recipe out")
 
     def materialize(self, model: M) -> M:
         """Give a deferred model its values without sharding it: what ordinary construction would have built.
 
         Raises:
-            ConfigError: the model was not made by this recipe.
+            ConfigError: the model was not made by this recipe, or has its values already.
+            StateError: the context has not ended.
         """
+        if self._seen is None:
+            raise StateError(_INCOMPLETE)
+        self._check(model)
         params = collect_params(model)
-        for p in params:
-            self.device_of(p.param, p.name)
         for p, value in self._deliver(model, params, frozenset()):
             if p.param.is_meta:
                 leave_meta(p.param, value)
@@ -151,12 +196,9 @@ class Recipe:
     def _agree(self, job: Job) -> None:
         problem = ""
         try:
-            for name, tensor in named_tensors(job.model):
-                self.device_of(tensor, name)
+            self._check(job.model)
         except ConfigError as error:
             problem = str(error)
-        if not problem and not any(tensor.is_meta for _, tensor in named_tensors(job.model)):
-            problem = "the recipe made nothing of this model, which has values: leave initial_values out"
         job.check(problem)
         known = [f"{p.name} holds {content_hash(p.param):x}" for p in job.params if not p.param.is_meta]
         job.agreement.check_lines(self._recorder.tape.lines() + known, "the recorded construction")
@@ -233,13 +275,23 @@ class Recipe:
 
         return compute()
 
-    def _note(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """Torch's hook: a module gets a parameter."""
-        if param is not None:
-            self._params[id(param)] = (param, 0)
+    def _note(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        """Torch's hook: a module gets a parameter or a buffer, in any thread."""
+        if tensor is None:
+            return
+        if threading.get_ident() == self._thread:
+            self._noted[id(tensor)] = (tensor, 0)
+        else:
+            self._foreign[id(module), name] = weakref.ref(module)
 
     def _complete(self, seen: list[Seen]) -> None:
-        self._params = {key: (param, param._version) for key, (param, _) in self._params.items() if param.is_meta}
+        recorded = [tensor for tensor, _ in self._noted.values() if tensor.is_meta and not is_lazy(tensor)]
+        if any(tensor.is_inference() for tensor in recorded):
+            raise ConfigError(
+                "deferred_init(): the model was built under torch.inference_mode(), whose tensors cannot be trained: "
+                "use torch.no_grad()"
+            )
+        self._noted = {id(tensor): (tensor, tensor._version) for tensor in recorded}
         self._seen = seen
 
 

@@ -103,6 +103,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.tape.devices[self._storage(tensor)] if tensor.is_meta else tensor.device
 
     def _storage(self, tensor: Tensor) -> int:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(
+                "deferred_init(): torch.func's transforms (grad, vmap, jvp) cannot be recorded: use torch.autograd or "
+                "plain operations in the constructor"
+            )
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None:
             raise ConfigError(
