@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.model import AdamConfig, AdamWConfig, LionConfig, SGDConfig, WarmupConfig, WarmupDecayConfig
+from shardwise.config.model import (
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    OneCycleConfig,
+    SGDConfig,
+    WarmupConfig,
+    WarmupDecayConfig,
+)
 from shardwise.config.resolve import Resolved
 from shardwise.configure import load_config
 from shardwise.errors import ConfigError
@@ -209,7 +217,7 @@ def test_scheduler_that_cannot_be_is_refused(scheduler: dict[str, Any], said: st
 
 
 def test_highest_rate_of_a_warm_up_has_the_default_of_its_class() -> None:
-    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}}
     scheduler = load({"scheduler": decay}).config.scheduler
     assert isinstance(scheduler, WarmupDecayConfig)
     assert scheduler.max_lr == 1e-3
@@ -353,3 +361,18 @@ def test_section_that_is_null_is_absent(key: str) -> None:
 def test_wrong_key_is_named_with_the_nearest_valid_one(config: dict[str, Any], said: str) -> None:
     (found,) = problems(config)
     assert said in found
+
+
+@pytest.mark.parametrize("rate", [-0.5, 0, 0.5])
+def test_one_cycle_takes_what_deepspeed_takes(rate: float) -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_second_step_size": 0, "decay_step_size": 1}
+    schedule = {"type": "OneCycle", "params": {**params, "decay_mom_rate": rate}}
+    config = load_config({"train_batch_size": 1, "scheduler": schedule}, num_ranks=1).config
+    assert isinstance(config.scheduler, OneCycleConfig)
+    assert (config.scheduler.num_fall_steps, config.scheduler.momentum_decay_rate) == (0, rate)
+
+
+def test_growth_of_a_range_test_below_zero_is_refused() -> None:
+    schedule = {"type": "LRRangeTest", "params": {"lr_range_test_step_rate": -0.5}}
+    with pytest.raises(ConfigError, match=r"lr_range_test_step_rate: expected a number >= 0, got -0.5"):
+        load_config({"train_batch_size": 1, "scheduler": schedule}, num_ranks=1)

@@ -100,8 +100,10 @@ def baseline(key: str) -> Resolved:
         others[key] = "SGD"
     if key == "scheduler.type":
         others[key] = "LRRangeTest"
-    if key in ("scheduler.params.total_num_steps", "scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"):
+    if key in ("scheduler.params.total_num_steps", "scheduler.params.cycle_max_lr"):
         others[key] = 1000
+    if key == "scheduler.params.cycle_min_lr":
+        others[key] = 0.05
     for name in TOGETHER:
         if key in TOGETHER:
             others.pop(name, None)

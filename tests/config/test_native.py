@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config.model import AdamWConfig, Config
 from shardwise.config.words import leaves
 from shardwise.configure import json_schema, load_config
 from shardwise.errors import ConfigError
+from shardwise.optim.schedules import build_scheduler
 
 SIZES = ("size", "micro", "accumulation")
 
@@ -174,12 +176,67 @@ def test_config_object_is_a_source_like_any_other() -> None:
 
 
 def test_hardly_meant_combinations_are_remarked() -> None:
-    schedule = {"name": "warmup_decay", "total_steps": 10, "num_warmup_steps": 100}
-    (note,) = load_config({"scheduler": schedule}, num_ranks=1).notes
-    assert note == "scheduler.total_steps 10 is less than scheduler.num_warmup_steps 100"
     cycle = {"name": "one_cycle", "min_lr": 0.1, "max_lr": 0.2, "decay_rate": 0.5}
     (note,) = load_config({"scheduler": cycle}, num_ranks=1).notes
     assert "scheduler.decay_rate has no effect" in note
+
+
+CYCLE = {"name": "one_cycle", "min_lr": 0.1, "max_lr": 0.2}
+TOO_LARGE = "must be at most 9223372036854775807, got an integer of 1329 bits"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({**CYCLE, "min_lr": 0.3}, "scheduler.min_lr: 0.3 is above scheduler.max_lr 0.2"),
+        ({**CYCLE, "min_lr": [0.1, 0.3]}, "scheduler.min_lr: [0.1, 0.3] is above scheduler.max_lr 0.2"),
+        ({**CYCLE, "max_lr": [0.2, 0.05]}, "scheduler.min_lr: 0.1 is above scheduler.max_lr [0.2, 0.05]"),
+        ({**CYCLE, "min_lr": []}, "scheduler.min_lr: needs at least 1 item, got 0"),
+        ({**CYCLE, "max_momentum": []}, "scheduler.max_momentum: needs at least 1 item, got 0"),
+        ({**CYCLE, "num_fall_steps": 10**400}, f"scheduler.num_fall_steps: {TOO_LARGE}"),
+        (
+            {**CYCLE, "momentum_decay_rate": float("nan")},
+            "scheduler.momentum_decay_rate: expected a finite number, got NaN",
+        ),
+        ({"name": "lr_range_test", "growth": -0.5}, "scheduler.growth: must be at least 0, got -0.5"),
+        *(
+            (
+                {"name": name, "total_steps": 10, "num_warmup_steps": 11},
+                "scheduler.total_steps: 10 is less than scheduler.num_warmup_steps 11",
+            )
+            for name in ("warmup_decay", "warmup_cosine")
+        ),
+    ],
+)
+def test_schedule_that_cannot_be_built_is_refused_by_the_configuration(schedule: dict[str, Any], said: str) -> None:
+    assert problems({"scheduler": schedule}) == [said]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {**CYCLE, "min_lr": 0.2},
+        {**CYCLE, "min_lr": [0.2], "max_lr": [0.2]},
+        {**CYCLE, "momentum_decay_rate": -0.5, "decay_interval": 1},
+        {**CYCLE, "num_fall_steps": 0, "fall_stairs": 0},
+        {"name": "lr_range_test", "growth": 0.0},
+        {"name": "warmup_decay", "total_steps": 10, "num_warmup_steps": 10},
+    ],
+    ids=str,
+)
+def test_schedule_at_its_limits_is_accepted_and_built(schedule: dict[str, Any]) -> None:
+    assert load_config({"scheduler": schedule}, num_ranks=1).config.scheduler is not None
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    options = {key: value for key, value in schedule.items() if key != "name"}
+    assert build_scheduler(schedule["name"], options, optimizer).last_epoch == 0
+
+
+@pytest.mark.parametrize("key", ["batch.micro", "batch.size", "batch.accumulation", "overlap.prefetch", "train.steps"])
+def test_number_beyond_all_integers_of_a_machine_is_refused(key: str) -> None:
+    section, _, name = key.partition(".")
+    rest = {"micro": 1} if key == "batch.accumulation" else {}
+    assert problems({section: {name: 10**400, **rest}}, num_ranks=1) == [f"{key}: {TOO_LARGE}"]
+    assert load_config({section: {name: 2**63 - 1, **rest}}, num_ranks=1).origins[key] == "config"
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1, 2.0, True, "2"])

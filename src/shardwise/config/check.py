@@ -165,7 +165,8 @@ def _complaint(detail: ErrorDetails, key: str) -> str:
         return f": must be {words} {int(bound) if bound == int(bound) else bound}, got {show(value)}"
     if kind in ("too_short", "too_long"):
         number = context.get("min_length", context.get("max_length"))
-        return f": needs {number} items, got {context['actual_length']}"
+        items = "at least 1 item" if number == 1 else f"{number} items"
+        return f": needs {items}, got {context['actual_length']}"
     if kind == "missing":
         return ": is missing, and has no default"
     if kind in ("union_tag_invalid", "union_tag_not_found"):

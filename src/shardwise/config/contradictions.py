@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from shardwise.config.model import Config, OneCycleConfig, SGDConfig, WarmupCosineConfig, WarmupDecayConfig
@@ -32,7 +33,27 @@ def contradictions(
     if isinstance(optimizer, SGDConfig) and optimizer.nesterov and (optimizer.momentum <= 0 or optimizer.dampening):
         key = _name("optimizer.nesterov", names)
         found.append(f"{key}: needs a momentum above 0 and no dampening")
+    if "scheduler" not in broken:
+        found += _about_schedule(config, names)
     return found
+
+
+def _about_schedule(config: Config, names: Mapping[str, str]) -> list[str]:
+    schedule = config.scheduler
+    if isinstance(schedule, WarmupDecayConfig | WarmupCosineConfig) and (
+        schedule.total_steps < schedule.num_warmup_steps
+    ):
+        total, warmup = _name("scheduler.total_steps", names), _name("scheduler.num_warmup_steps", names)
+        return [f"{total}: {show(schedule.total_steps)} is less than {warmup} {show(schedule.num_warmup_steps)}"]
+    if isinstance(schedule, OneCycleConfig):
+        low, high = schedule.min_lr, schedule.max_lr
+        lows, highs = (rates if isinstance(rates, list) else [rates] for rates in (low, high))
+        one_for_all = 1 in (len(lows), len(highs))
+        pairs = product(lows, highs) if one_for_all else zip(lows, highs, strict=False)  # groups are counted later
+        if any(bottom > top for bottom, top in pairs):
+            lowest, highest = _name("scheduler.min_lr", names), _name("scheduler.max_lr", names)
+            return [f"{lowest}: {show(low)} is above {highest} {show(high)}"]
+    return []
 
 
 def _about_loss_scale(config: Config, tree: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
@@ -57,11 +78,6 @@ def remarks(config: Config, names: Mapping[str, str]) -> list[str]:
     """Return one line for each combination that is possible, but hardly meant."""
     found = []
     schedule = config.scheduler
-    if isinstance(schedule, WarmupDecayConfig | WarmupCosineConfig) and (
-        schedule.total_steps < schedule.num_warmup_steps
-    ):
-        total, warmup = _name("scheduler.total_steps", names), _name("scheduler.num_warmup_steps", names)
-        found.append(f"{total} {schedule.total_steps} is less than {warmup} {schedule.num_warmup_steps}")
     if isinstance(schedule, OneCycleConfig) and not schedule.decay_interval:
         for key in ("decay_rate", "momentum_decay_rate"):
             if getattr(schedule, key):

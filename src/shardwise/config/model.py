@@ -19,15 +19,16 @@ __all__ = [
 ]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
-Positive = Annotated[int, Field(ge=1)]
+MAX_COUNT = (1 << 63) - 1  # of an int64
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Betas = Annotated[list[Fraction], Field(min_length=2, max_length=2)]
-Steps = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 ZeroToThree = Annotated[int, Field(ge=0, le=3)]  # a Literal would take true for 1
-Rates = Rate | list[Rate]
-Fractions = Fraction | list[Fraction]
+Rates = Rate | Annotated[list[Rate], Field(min_length=1)]
+Fractions = Fraction | Annotated[list[Fraction], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -223,13 +224,13 @@ class OneCycleConfig(Section):
     """Decay of the rate per ``decay_interval`` after the cycle."""
     num_rise_steps: Positive = 2000
     """Steps of the rise."""
-    num_fall_steps: Steps | None = None
+    num_fall_steps: Count | None = None
     """Steps of the fall; None: as many as of the rise."""
-    rise_stairs: Steps = 0
+    rise_stairs: Count = 0
     """Stairs of the rise; 0: none."""
-    fall_stairs: Steps | None = None
+    fall_stairs: Count | None = None
     """Stairs of the fall; None: as many as of the rise."""
-    decay_interval: Steps = 0
+    decay_interval: Count = 0
     """Steps per decay; 0: no decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (or the first beta) against the rate."""
@@ -237,8 +238,8 @@ class OneCycleConfig(Section):
     """Momentum at the top of the cycle."""
     max_momentum: Fractions = 0.9
     """Momentum at both ends."""
-    momentum_decay_rate: Rate = 0.0
-    """Growth of the momentum per ``decay_interval`` after the cycle."""
+    momentum_decay_rate: Finite = 0.0
+    """Growth of the momentum per ``decay_interval`` after the cycle; below 0 it falls."""
 
 
 SchedulerConfig = Annotated[
@@ -250,9 +251,9 @@ SchedulerConfig = Annotated[
 class OverlapConfig(Section):
     """How much communication and memory may run ahead (see ``shardwise.shard``)."""
 
-    prefetch: Annotated[int, Field(ge=0)] = 1
+    prefetch: Count = 1
     """Units gathered ahead of their use."""
-    reductions_in_flight: Annotated[int, Field(ge=0)] = 2
+    reductions_in_flight: Count = 2
     """Buckets whose gradients travel while the backward goes on."""
     keep_last_unit: bool = True
     """Do not free the last unit between forward and backward."""
@@ -290,15 +291,15 @@ class TrainConfig(Section):
 
     steps: Positive = 1000
     """Updates."""
-    eval_every: Steps = 100
+    eval_every: Count = 100
     """Updates between evaluations; 0: only at the end."""
     eval_batches: Positive = 8
     """Micro-batches per rank and evaluation."""
-    sample_tokens: Steps = 300
+    sample_tokens: Count = 300
     """Tokens of the sample at the end; 0: none."""
     sample_prompt: str = "\n    def "
     """Start of the sample."""
-    sample_every: Steps = 0
+    sample_every: Count = 0
     """Updates between samples; 0: only at the end."""
     sample_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
     """Divisor of the logits when a token is drawn; 0: always the likeliest."""

@@ -129,7 +129,7 @@ SCHEDULER = (
     Key("scheduler.params.cycle_momentum", BOOL, SAME, "scheduler.cycle_momentum"),
     Key("scheduler.params.cycle_min_mom", RATES, SAME, "scheduler.min_momentum"),
     Key("scheduler.params.cycle_max_mom", RATES, SAME, "scheduler.max_momentum"),
-    Key("scheduler.params.decay_mom_rate", RATE, SAME, "scheduler.momentum_decay_rate"),
+    Key("scheduler.params.decay_mom_rate", FINITE, SAME, "scheduler.momentum_decay_rate"),
 )
 
 PRECISION = (
