@@ -415,6 +415,30 @@ def test_second_materialize_is_refused() -> None:
         recipe.materialize(model)
 
 
+@pytest.mark.parametrize("filled_in_between", [False, True])
+def test_second_context_begins_where_the_generator_stands(filled_in_between: bool) -> None:
+    """As documented: at the same state as the first one, unless the first model was filled in between."""
+    torch.manual_seed(0)
+    expected = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    torch.manual_seed(0)
+    first, recipe = deferred(lambda: nn.Linear(3, 3))
+    if filled_in_between:
+        recipe.materialize(first)
+    second, other = deferred(lambda: nn.Linear(3, 3))
+    other.materialize(second)
+    assert torch.equal(second.weight, expected[filled_in_between].weight)
+
+
+def test_one_context_serves_two_models() -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3), nn.Linear(3, 3)
+    torch.manual_seed(0)
+    with shardwise.deferred_init() as recipe:
+        models = nn.Linear(3, 3), nn.Linear(3, 3)
+    for model, plain in zip(models, expected, strict=True):
+        assert differences(recipe.materialize(model), plain) == []
+
+
 # What another thread draws, the recording does not see
 
 

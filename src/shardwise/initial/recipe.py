@@ -43,10 +43,15 @@ def deferred_init() -> Iterator["Recipe"]:
 
     Random generators stand after the context where they stood before the first draw, or where the constructor seeded
     them last. ``shard`` moves them to where ordinary construction would have left them, unless they were used or seeded
-    in between. The context changes generators that are shared by all threads: record one model at a time.
+    in between. The context changes generators that are shared by all threads: record one model at a time, and build it
+    in the thread of the context.
+
+    Two contexts in a row, with no ``shard`` or ``materialize`` of the first model in between, begin from the same
+    random state, so equal layers get *equal values*: nothing was drawn yet. Build both models inside one context (its
+    recipe serves both), or shard the first before the second context, or seed in between.
 
     Do everything to the model inside: what is done to its tensors between the context and ``shard`` is not recorded.
-    Changes of a parameter are noticed; those through ``.data`` are not.
+    Changes of a parameter or a buffer are noticed; those through ``.data``, and those of other tensors, are not.
 
     Yields:
         The recipe, complete when the context ends.

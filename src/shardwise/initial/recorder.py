@@ -6,7 +6,6 @@ here sees the operations of torch; ``answers.py`` sees what is no operation. Rea
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,52 +13,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ConfigError
+from shardwise.initial.operations import (
+    AUTOCAST,
+    BLIND_DRAWS,
+    OVERWRITES,
+    REFUSED,
+    SHAPE_ONLY,
+    WRONG_ON_META,
+    check_without_autocast,
+    makes_tensor,
+    refusal,
+    written_by,
+)
 from shardwise.initial.replay import Replay, strided
 from shardwise.initial.states import GeneratorStates
-from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, content_hash, each, map_leaves, name_of
+from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, content_hash, each, map_leaves
 
 __all__ = ["Recorder"]
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-
-# In-place operations that need nothing of what their target held.
-_OVERWRITES = frozenset(
-    """normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ zero_ fill_ copy_ eye arange linspace zeros
-    ones full""".split()  # noqa: SIM905 (a table of words)
-)
-# Draws whose number of random numbers is decided by shapes alone, in place or new.
-_BLIND_DRAWS = frozenset(
-    """normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ rand randn randint randperm rand_like
-    randn_like randint_like""".split()  # noqa: SIM905
-)
-# torch 2.13: their meta kernels promise other strides than the real ones give, so they are computed at once. Found by
-# comparing the two for torch's own table of operations; replay finds the rest.
-_WRONG_ON_META = frozenset(
-    """_linalg_svd linalg_eig _fft_c2r _fft_r2c copysign floor_divide log_sigmoid_forward xlogy
-    special_xlog1py""".split()  # noqa: SIM905
-)
-# Their tensor argument gives its shape, never its contents.
-_SHAPE_ONLY = frozenset(
-    """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros
-    new_ones new_full""".split()  # noqa: SIM905
-)
-# Their results have the dtype of their argument or one that is asked for, under autocast too.
-_COPIES = frozenset("clone _to_copy lift_fresh contiguous".split()) | _SHAPE_ONLY  # noqa: SIM905
-_AUTOCAST = MappingProxyType({"cpu": "AutocastCPU", "cuda": "AutocastCUDA"})  # torch's dispatch keys
-_REFUSED = MappingProxyType(
-    {
-        "set_": "it puts other memory behind a tensor (copies by pickle and torch.load do): load weights outside, and "
-        "give them to shard() with recipe.with_weights(...)",
-        "resize_": "it changes the memory behind a tensor: make a new tensor instead",
-        "resize_as_": "it changes the memory behind a tensor: make a new tensor instead",
-        "native_batch_norm": "it changes running statistics unseen: run no forward in the constructor",
-        "cudnn_batch_norm": "it changes running statistics unseen: run no forward in the constructor",
-        "miopen_batch_norm": "it changes running statistics unseen: run no forward in the constructor",
-        "_pin_memory": "deferred tensors have no memory to pin: leave pin_memory out",
-        "record_stream": "deferred tensors have no memory: leave it out",
-    }
-)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Remember what autocast is on for; torch hides it from the operations that a mode over operations sees."""
         before, self._autocast = (
             self._autocast,
-            frozenset(kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)),
+            frozenset(kind for kind in AUTOCAST if torch.is_autocast_enabled(kind)),
         )
         try:
             yield
@@ -160,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
                 kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
-                raise _refusal(func, f"it works on a {kind}; build that outside")
+                raise refusal(func, f"it works on a {kind}; build that outside")
         refs = [self.ref(tensor) for tensor in tensors]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if tensors and not any(refs) and not draws:
@@ -172,11 +145,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func is torch.ops.aten.set_.source_Tensor and all(refs):
             return func(*args, **kwargs)  # the tensor shares the other one's storage now
-        if word in _REFUSED or next(each([args, kwargs], torch.UntypedStorage), None) is not None:
-            raise _refusal(func, _REFUSED.get(word, "it works on bare memory"))
-        written = _written(func, args, kwargs)
+        if word in REFUSED or next(each([args, kwargs], torch.UntypedStorage), None) is not None:
+            raise refusal(func, REFUSED.get(word, "it works on bare memory"))
+        written = written_by(func, args, kwargs)
         if not all(self.ref(tensor) for tensor in written):
-            raise _refusal(
+            raise refusal(
                 func,
                 "it writes what is known only later into a tensor from outside (made before, or by torch.from_numpy); "
                 "clone that inside first",
@@ -188,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = list(each(out, Tensor))
         begun = [number for tensor in results if (number := self._adopt(tensor, device)) is not None]
         if begun and not written and device.type in self._autocast:
-            _check_without_autocast(func, tensors, device)
+            check_without_autocast(func, tensors, device)
         if begun or written:  # else a view, or a number
             self._append(func, args, kwargs, results, begun, written, device, generator)
         return out
@@ -196,10 +169,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool, draws: bool) -> Any:
         """Return the result on meta tensors; what is no tensor is computed in earnest."""
         word = func.overloadpacket.__name__
-        if word in _BLIND_DRAWS and word.endswith("_"):
+        if word in BLIND_DRAWS and word.endswith("_"):
             return args[0]  # torch imports its compiler, two seconds and 80 MB, to run normal_ on the meta device
-        divides_in_a_mode = word == "div" and kwargs.get("rounding_mode") is not None  # as _WRONG_ON_META
-        if _makes_tensor(func) and word not in _WRONG_ON_META and not divides_in_a_mode:
+        divides_in_a_mode = word == "div" and kwargs.get("rounding_mode") is not None  # as WRONG_ON_META
+        if makes_tensor(func) and word not in WRONG_ON_META and not divides_in_a_mode:
             on_meta = map_leaves(args, _as_meta), map_leaves(kwargs, _as_meta)
             try:
                 made = func(*on_meta[0], **on_meta[1])
@@ -207,11 +180,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return torch.empty(made.shape, dtype=made.dtype, device=_META) if word == "normal" else made
             except NotImplementedError:  # the shape depends on the data, or nobody wrote the meta kernel
                 if draws or in_place:
-                    raise _refusal(func, "torch cannot run it without data; use other operations") from None
+                    raise refusal(func, "torch cannot run it without data; use other operations") from None
         real = map_leaves(args, self._real), map_leaves(kwargs, self._real)
         found = func(*real[0], **real[1])
         if any(tensor.layout is not torch.strided for tensor in each(found, Tensor)):
-            raise _refusal(func, "it makes a sparse tensor")
+            raise refusal(func, "it makes a sparse tensor")
         return map_leaves(tuple(found) if isinstance(found, tuple) else found, _as_meta)
 
     def _append(
@@ -228,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Put an operation on the tape."""
         word = func.overloadpacket.__name__
         if generator is not None and device.type != "cpu":
-            raise _refusal(
+            raise refusal(
                 func,
                 f"it draws on {device}, and values are drawn on the CPU, equal on every device; build the model on the "
                 "CPU and end with model.to(device), inside the context",
@@ -236,11 +209,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = list(each([args, kwargs], Tensor))
         for tensor in written:
             del sources[next(position for position, other in enumerate(sources) if other is tensor)]
-        reads = [] if word in _SHAPE_ONLY else self._refs(sources)
+        reads = [] if word in SHAPE_ONLY else self._refs(sources)
         writes = self._refs(written)
         held = {ref.storage for ref in reads}
         whole: list[int] = []
-        if word in _OVERWRITES and (word.endswith("_") or "out" in kwargs):
+        if word in OVERWRITES and (word.endswith("_") or "out" in kwargs):
             whole = [ref.storage for ref in writes if self.tape.covers(ref) and ref.storage not in held]
         reads += [ref for ref in writes if ref.storage not in whole]
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
@@ -258,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes=tuple(writes),
             makes=tuple(self._refs(results)),
             new=tuple(dict.fromkeys(begun)),
-            blind=word in _BLIND_DRAWS,
+            blind=word in BLIND_DRAWS,
             default_dtype=torch.get_default_dtype(),
             draws=node,
             after=None if node is None else Node(parent=node, op=len(self.tape.ops)),
@@ -298,33 +271,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         ref = self.ref(value)
         return Constant(value.detach(), content_hash(value)) if ref is None else ref
-
-
-def _refusal(func: Any, reason: str) -> ConfigError:
-    return ConfigError(f"deferred_init(): {name_of(func)} cannot be recorded: {reason}")
-
-
-def _check_without_autocast(func: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Refuse what autocast might compute in another dtype: all but copies and what it has no kernel for, by element."""
-    if not any(tensor.is_floating_point() for tensor in tensors) or func.overloadpacket.__name__ in _COPIES:
-        return
-    casts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _AUTOCAST[device.type])
-    if casts or torch.Tag.pointwise not in func.tags:
-        raise _refusal(func, "torch.autocast may change its dtype, unseen: leave autocast out of the constructor")
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes, as its schema says."""
-    found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += each(args[position] if position < len(args) else kwargs.get(argument.name), Tensor)
-    return found
-
-
-def _makes_tensor(func: Any) -> bool:
-    returns = func._schema.returns
-    return not returns or any("Tensor" in str(value.type) for value in returns)
 
 
 def _no_generator(value: Any) -> Any:
