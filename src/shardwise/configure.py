@@ -15,7 +15,7 @@ from shardwise.config.read import Tree, parse_override, plain, put, read_file
 from shardwise.config.resolve import Resolved, Verdict, Written, examine, resolve
 from shardwise.config.words import leaves, nearest, show
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed import deepspeed_keys, translate
+from shardwise.interop.deepspeed import deepspeed_keys, native_counterparts, translate
 
 __all__ = ["Dialect", "Explanation", "Source", "explain_config", "json_schema", "load_config", "read_config"]
 
@@ -114,7 +114,8 @@ def read_config(
         overridden = _put_all(tree, foreign)
         written = translate(tree.values, source=name, device=device, overridden=frozenset(overridden))
     else:
-        written = Written(tree=tree.values, source=name, origins=dict.fromkeys(leaves(tree.values), name))
+        origins = dict.fromkeys(leaves(tree.values), name)
+        written = Written(tree=tree.values, source=name, origins=origins, hints=_hints(tree.values))
     result = Tree(values=plain(written.tree).values, format="dict", problems=[*tree.problems, *written.problems])
     overridden = _put_all(result, native)
     return replace(
@@ -124,6 +125,17 @@ def read_config(
         names={key: foreign_key for key, foreign_key in written.names.items() if key not in overridden},
         problems=tuple(result.problems),
     )
+
+
+def _hints(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return what to say of DeepSpeed's names at the top of native settings."""
+    counterparts = native_counterparts()
+    hint = "a name of DeepSpeed's, where native ones are read: the two cannot be mixed"
+    return {
+        key: f"{hint}; write {counterparts[key]}" if counterparts[key] else hint
+        for key in values
+        if key in counterparts  # of those that are native too, nobody asks
+    }
 
 
 def _put_all(tree: Tree, overrides: Sequence[tuple[str, Any]]) -> list[str]:

@@ -258,3 +258,40 @@ def test_dialect_can_be_forced(tmp_path: Path) -> None:
     path.write_text("train_batch_size = 4", encoding="utf-8")
     assert load_config(path, num_ranks=1, dialect="deepspeed").batch.size == 4
     assert "train_batch_size: unknown key" in refusal(path)
+
+
+NATIVE_IN_FOREIGN = "a native name, where DeepSpeed's are read: the two cannot be mixed"
+FOREIGN_IN_NATIVE = "a name of DeepSpeed's, where native ones are read: the two cannot be mixed"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"stage": 2, "zero_optimization": {"stage": 2}}, f"zero_optimization: unknown key; {FOREIGN_IN_NATIVE}"),
+        (
+            {"stage": 2, "gradient_clipping": 1.0},
+            f"gradient_clipping: unknown key; {FOREIGN_IN_NATIVE}; write clip_grad_norm",
+        ),
+        (
+            {"stage": 2, "seed": 1, "train_batch_size": 2},
+            f"train_batch_size: unknown key; {FOREIGN_IN_NATIVE}; write batch.size",
+        ),
+        (
+            {"train_batch_size": 2, "zero_optimization": {}, "clip_grad_norm": 2.0},
+            f"clip_grad_norm: unknown key; {NATIVE_IN_FOREIGN}; write gradient_clipping",
+        ),
+        (
+            {"train_batch_size": 2, "zero_optimization": {}, "overlap": {"prefetch": 2}},
+            f"overlap: unknown key; {NATIVE_IN_FOREIGN}",
+        ),
+        (
+            {"train_batch_size": 2, "zero_optimization": {}, "stage": 2},
+            "stage: unknown key; did you mean zero_optimization.stage?",
+        ),
+        ({"train_batch_size": 2, "zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean zero_opt"),
+    ],
+    ids=str,
+)
+def test_names_of_the_other_dialect_are_told_apart_from_misspelt_ones(config: dict[str, Any], said: str) -> None:
+    assert said in refusal(config)
+    assert ("did you mean" in said) == ("did you mean" in refusal(config))

@@ -56,13 +56,19 @@ class Checked:
     problems: tuple[str, ...] = field(default=())
 
 
-def check(tree: Mapping[str, Any], names: Mapping[str, str], doubtful: frozenset[str] = frozenset()) -> Checked:
+def check(
+    tree: Mapping[str, Any],
+    names: Mapping[str, str],
+    doubtful: frozenset[str] = frozenset(),
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> Checked:
     """Validate a tree, and what remains of it without its wrong parts.
 
     Args:
         tree: nested dicts in native names.
         names: dotted native key -> the key as the user wrote it, where that differs.
         doubtful: native keys that were written, but wrongly, and so are not in the tree: they are not missing.
+        hints: unknown key -> what to say of it, instead of the nearest valid one.
     """
     broken = {key.partition(".")[0] for key in doubtful}
     try:
@@ -79,7 +85,8 @@ def check(tree: Mapping[str, Any], names: Mapping[str, str], doubtful: frozenset
         if detail["type"] == "extra_forbidden":
             unknown.append(location)
             key = ".".join(map(str, location))
-            problems[_unknown(key, tree, names, valid)] = None
+            complaint = f"{key}: unknown key; {hints[key]}" if key in hints else _unknown(key, tree, names, valid)
+            problems[complaint] = None
             continue
         broken.add(str(location[0]))
         key = _dotted(location)

@@ -52,6 +52,7 @@ class Written:
         dialect: "native" or "deepspeed".
         origins: dotted native key -> where it was written, such as "ds.json: zero_optimization.stage".
         names: dotted native key -> the key to name in an error, where that is another one.
+        hints: unknown key -> what to say of it, where that is more than the nearest valid one.
         notes: one line each: keys accepted without effect, and changed defaults.
         problems: what is wrong already; the error lists them with those of the values.
         doubtful: native keys that were written, but wrongly, and are not in the tree.
@@ -64,6 +65,7 @@ class Written:
     dialect: Literal["native", "deepspeed"] = "native"
     origins: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
@@ -119,7 +121,7 @@ def examine(written: Written, num_ranks: int) -> tuple[Resolved | None, tuple[st
     """Return settings and no problems, or None and at least one; arguments and errors as of ``resolve``."""
     if type(num_ranks) is not int or num_ranks < 1:
         raise ConfigError(f"num_ranks: expected an integer >= 1, got {show(num_ranks)}")
-    checked = check(written.tree, written.names, written.doubtful)
+    checked = check(written.tree, written.names, written.doubtful, written.hints)
     problems = [*written.problems, *checked.problems]
     config, batch = checked.config, None
     problems += contradictions(config, written.tree, written.names, checked.broken)

@@ -7,14 +7,15 @@ that several keys make together. Values are checked for their kind here, for the
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.config.check import native_keys
 from shardwise.config.resolve import Written
-from shardwise.config.words import show, suggestion
+from shardwise.config.words import children, show, suggestion
 from shardwise.interop.deepspeed.build import Build, Entry, number
 from shardwise.interop.deepspeed.keys import ALIASES, KEYS, MISSPELLINGS
 from shardwise.interop.deepspeed.kinds import Fate
 from shardwise.interop.deepspeed.sections import SECTIONS
 
-__all__ = ["deepspeed_keys", "translate"]
+__all__ = ["deepspeed_keys", "native_counterparts", "translate"]
 
 MAY_BE_NULL = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "zero_optimization.zenflow")
 TO_HOST = (
@@ -30,6 +31,15 @@ UNRESOLVED = '"auto" is not resolved: the tool that you took this file from fill
 def deepspeed_keys() -> tuple[str, ...]:
     """Return every dotted key that DeepSpeed 0.19.8 knows, other spellings included."""
     return (*KEYS, *ALIASES)
+
+
+def native_counterparts() -> dict[str, str]:
+    """Return the names at the top of a DeepSpeed file -> the native key that says the same, or ""."""
+    tops = {key.partition(".")[0]: "" for key in deepspeed_keys()}
+    for row in KEYS.values():
+        if row.name in tops and row.fate is Fate.SAME:
+            tops[row.name] = row.to
+    return tops
 
 
 def translate(
@@ -71,8 +81,7 @@ def _collect(values: Mapping[str, Any], section: str, build: Build) -> None:
             else:
                 build.entries[canonical] = Entry(KEYS[canonical], path, value)
         elif not any(key.startswith(f"{path}.") for key in known):
-            hint = f"did you mean {MISSPELLINGS[path]}?" if path in MISSPELLINGS else suggestion(path, known)
-            build.refuse_unknown(path, value, f"unknown key; {hint}")
+            build.refuse_unknown(path, value, f"unknown key; {_hint(path, known)}")
         elif isinstance(value, Mapping):
             build.sections.add(path)
             _collect(value, path, build)
@@ -81,6 +90,17 @@ def _collect(values: Mapping[str, Any], section: str, build: Build) -> None:
         elif value is not None or path not in MAY_BE_NULL:
             hint = '; write {"stage": 1}' if path == "zero_optimization" and value is True else ""
             build.refuse_unknown(path, value, f"expected a section, got {show(value)}{hint}")
+
+
+def _hint(path: str, known: tuple[str, ...]) -> str:
+    if path in MISSPELLINGS:
+        return f"did you mean {MISSPELLINGS[path]}?"
+    same = next((row.name for row in KEYS.values() if row.fate is Fate.SAME and row.to == path), "")
+    nearest = suggestion(path, known)
+    if path not in children("", native_keys()) or nearest == f"did you mean {same}?":
+        return nearest
+    hint = "a native name, where DeepSpeed's are read: the two cannot be mixed"
+    return f"{hint}; write {same}" if same else hint
 
 
 def _apply(entry: Entry, build: Build) -> None:
