@@ -178,6 +178,9 @@ class _Unreadable(dict[str, Tensor]):
     def items(self) -> object:  # type: ignore[override]
         raise RuntimeError("disk gone")
 
+    def __repr__(self) -> str:
+        raise RuntimeError("its values cannot be shown")
+
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "missing parameter": (changed(blocks__1__bias=None), r"missing: blocks\.1\.bias"),
@@ -195,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "meta tensor": (lambda: {"scale": torch.ones(3, device="meta")}, "expected a tensor with values"),
     "no file": (lambda: "nowhere.safetensors", "nowhere"),
     "sparse": (lambda: {"scale": torch.ones(3).to_sparse()}, "a torch.sparse_coo tensor under 'scale'.*to_dense"),
-    "mapping that fails": (lambda: _Unreadable(weights()), "RuntimeError.*disk gone"),
+    "mapping that fails": (lambda: _Unreadable(weights()), r"from_weights\(_Unreadable\): RuntimeError.*disk gone"),
 }
 
 

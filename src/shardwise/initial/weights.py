@@ -85,7 +85,8 @@ class Weights:
                 entries = _open(self._source, stack)
                 problem = _problem(wanted, entries)
         except Exception as error:  # whatever a file or a user's mapping raises: the other ranks wait for a word
-            problem = str(error) if isinstance(error, ConfigError) else f"from_weights({self._source}): {error!r}"
+            shown = type(self._source).__name__ if isinstance(self._source, Mapping) else self._source
+            problem = str(error) if isinstance(error, ConfigError) else f"from_weights({shown}): {error!r}"
         saved = {id(tensor) for _, tensor in named_tensors(job.model, persistent=True)}
         lost = [name for name, tensor in named_tensors(job.model) if tensor.is_meta and id(tensor) not in saved]
         if lost and not rest and not problem:
