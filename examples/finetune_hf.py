@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face model: each rank reads its slice of the weights, no rank ever holds the whole model.
 
 The model is a tiny one that is made on the spot. Put a folder of your own in its place: one with config.json and
-safetensors files. Needs the extra "hf": pip install "shardwise[hf]".
+safetensors files. Needs the extra "hf": pip install -e ".[hf]" in the clone.
 
 torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py
 """
@@ -19,7 +19,7 @@ from shardwise.data import batch, load_stdlib
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 except ImportError as error:
-    print(f'not run: {error}; pip install "shardwise[hf]" installs what is missing')
+    print(f'not run: {error}; pip install -e ".[hf]" in the clone installs what is missing')
     sys.exit(0)
 
 parser = argparse.ArgumentParser(description="Fine-tune a Hugging Face model on the source of Python's library.")

@@ -115,7 +115,7 @@ def test_first_example_runs(document: str, num_ranks: int, tmp_path: Path) -> No
     done = subprocess.run([*torchrun, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    assert done.stdout.count("loss") >= 5 * num_ranks
+    assert done.stdout.count("loss") >= 5
 
 
 def test_snippets_of_the_reference_run(tmp_path: Path) -> None:

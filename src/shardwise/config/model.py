@@ -297,8 +297,8 @@ class TrainConfig(Section):
     """Micro-batches per rank and evaluation."""
     sample_tokens: Count = 300
     """Tokens of the sample at the end; 0: none."""
-    sample_prompt: str = "\n    def "
-    """Start of the sample."""
+    sample_prompt: str | None = None
+    """Start of the sample; None: a new line, and a "def" on it where the text is Python's own library."""
     sample_every: Count = 0
     """Updates between samples; 0: only at the end."""
     sample_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7

@@ -28,9 +28,6 @@ _REQUIRED = ("torch", "numpy", "safetensors", "pydantic", "typer", "rich", "xxha
 _OPTIONAL = (
     ("transformers", "fine-tunes Hugging Face folders"),
     ("tokenizers", "reads tokenizer files"),
-    ("accelerate", "wraps Hugging Face trainers"),
-    ("plotly", "draws reports"),
-    ("matplotlib", "draws reports"),
     ("deepspeed", "is compared with in tests"),
 )
 _OLDEST_TORCH = (2, 11)

@@ -336,13 +336,14 @@ class _Run:
 
     def _sample(self, step: int) -> str:
         options, parts = self._config.train, self._parts
+        usual = "\n    def " if self._config.data.path is None else "\n"
         model = self._engine.module
         model.eval()
         with unsharded(model, writes=False):  # one gather for all tokens
             text = sample_text(
                 lambda tokens: parts.blueprint.logits(model, tokens),
                 parts.tokenizer,
-                prompt=options.sample_prompt,
+                prompt=usual if options.sample_prompt is None else options.sample_prompt,
                 num_tokens=options.sample_tokens,
                 context=parts.blueprint.context,
                 temperature=options.sample_temperature,

@@ -123,5 +123,5 @@ def optional_package(name: str, setting: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{setting}: needs the package {name}, which cannot be imported ({error}): "
-            'pip install "shardwise[hf]" installs it'
+            "install it, or the extra hf of shardwise"
         ) from None

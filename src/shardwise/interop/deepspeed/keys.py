@@ -239,7 +239,7 @@ ZERO = (
         quiet=(False,),
     ),
     Key("zero_optimization.zero_hpz_partition_size", WHOLE, LATER, quiet=(1,),
-        why="remove it, or take sharding=hybrid(axis) of shardwise.shard"),
+        why="remove it, or call shardwise.shard(model, mesh, sharding=shardwise.hybrid(axis)) without the engine"),
     Key("zero_optimization.load_from_fp32_weights", BOOL, LATER, quiet=(True,),
         why="remove it, it changes how DeepSpeed reads checkpoints"),
     Key("zero_optimization.elastic_checkpoint", BOOL, LATER, quiet=(False,),
@@ -249,7 +249,8 @@ ZERO = (
     Key("zero_optimization.save_muon_momentum_buffer_in_memory", BOOL, LATER, quiet=(False,),
         why="Muon is not here either"),
     Key(
-        "zero_optimization.mics_shard_size", ANYTHING, REFUSED, why="removed from DeepSpeed; use sharding=hybrid(axis)"
+        "zero_optimization.mics_shard_size", ANYTHING, REFUSED,
+        why="removed from DeepSpeed; shardwise.shard(model, mesh, sharding=shardwise.hybrid(axis)) does the same",
     ),
     Key("zero_optimization.mics_hierarchical_params_gather", ANYTHING, REFUSED, why="removed from DeepSpeed with MiCS"),
     Key("zero_optimization.zeropp_loco_param", ANYTHING, REFUSED, why="removed from DeepSpeed"),
