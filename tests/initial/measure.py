@@ -4,8 +4,8 @@
 """
 
 import json
-import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,7 +15,9 @@ from shardwise.models.gpt import GPT, GPTConfig
 
 
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Not ``ru_maxrss``: that begins with what the process that started this one had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def construct(how: str, config: GPTConfig, num_ranks: int) -> tuple[torch.nn.Module, shardwise.Recipe | str]:

@@ -605,8 +605,9 @@ class Step(Op):
         for optimizer in worker.chosen(self.which):
             optimizer.step()
             assert optimizer.step_was_applied  # type: ignore[attr-defined]
+        stay = sum(params.full.num_bytes for params in gathered(worker.model) if params.still_held is None)
+        assert stay == 0, f"{worker.where}: {stay} bytes stay gathered after a step, and no graph holds them"
         ledger = ledger_of(worker.model)
-        assert ledger[Kind.GATHERED] == 0, f"{worker.where}: {ledger[Kind.GATHERED]} bytes stay gathered after a step"
         assert ledger[Kind.STAGING] == 0, f"{worker.where}: {ledger[Kind.STAGING]} bytes of staging after a step"
 
 
@@ -777,6 +778,12 @@ def runtime_of(model: nn.Module) -> Any:
 
 def ledger_of(model: nn.Module) -> Any:
     return runtime_of(model).means.arena.ledger.now
+
+
+def gathered(model: nn.Module) -> list[Any]:
+    """Parameters of the buckets that are freed and have memory now."""
+    params = [bucket.params for unit in runtime_of(model).units for bucket in unit.buckets]
+    return [each for each in params if each.sharded_axes and each.full.filled]
 
 
 def count_hooks(model: nn.Module) -> tuple[int, int]:

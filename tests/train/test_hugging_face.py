@@ -102,5 +102,5 @@ def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("importlib.import_module", absent)
-    with pytest.raises(ConfigError, match=r"model\.name: needs the package transformers.*shardwise\[hf\]"):
+    with pytest.raises(ConfigError, match=r"model\.name: needs the package transformers.*the extra hf"):
         blueprint(ModelConfig(name=str(tmp_path)), vocab=256, seed=0)
