@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise import LossScale, Precision, RankMismatchError, StateError
 from shardwise.comm.base import Mesh
+from shardwise.managed import Managed
 from shardwise.testing.ranks import run_ranks
 
 all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -185,6 +186,7 @@ def test_loss_scale_counts_each_update_once(optimizers: str, stage: int) -> None
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()
+            assert Managed.of(model).runtime.num_steps == (step + 1) * len(made)
             scaler = shardwise.scale_loss(model, torch.ones(()))
             scales.append(float(scaler))
         return scales

@@ -80,6 +80,25 @@ class Energy(Block):
         return force
 
 
+class Forces(nn.Module):
+    """Takes gradients through blocks that are over, while the caller has grad mode off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithGraph() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = y = x.detach().requires_grad_(True)
+        for block in self.blocks:
+            y = block(y)
+        (force,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        return force
+
+
+class WithGraph(Block):
+    forward = torch.enable_grad()(Block.forward)  # type: ignore[assignment]
+
+
 def make(block: type[nn.Module]) -> nn.Sequential:
     model = nn.Sequential(*(block() for _ in range(3))).double()
     with torch.no_grad():
@@ -126,6 +145,20 @@ def test_unit_that_switches_grad_mode_on_runs_without_it(stage: int) -> None:
         return out.detach()
 
     expected = make(Energy)(rows(0)).detach()
+    for out in run_ranks(2, body):
+        torch.testing.assert_close(out, expected)
+
+
+@all_stages
+def test_gradients_through_units_that_are_over_are_right_without_grad_mode(stage: int) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        model = shardwise.shard(make(Forces), mesh, stage=stage, units=WithGraph, keep_last_unit=False)
+        with torch.no_grad():
+            out: Tensor = model(rows(0))
+        return out
+
+    with torch.no_grad():
+        expected = make(Forces)(rows(0))
     for out in run_ranks(2, body):
         torch.testing.assert_close(out, expected)
 

@@ -533,6 +533,78 @@ def test_late_gradient_of_one_rank_reaches_all(stage: int, window: str) -> None:
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_unit_that_was_late_on_one_rank_is_late_on_all_from_then_on(stage: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+
+        def forward(self, x: Tensor, early: bool) -> Tensor:
+            return self.layers(x + x @ self.layers[1].weight if early else x)
+
+    def body(mesh: Mesh) -> list[list[str]]:
+        model = shardwise.shard(Net(), mesh, stage=stage, units=nn.Linear)
+        journal = Managed.of(model).runtime.means.journal
+        orders = []
+        for step in range(3):
+            journal.recent.clear()
+            model(rows(mesh["data"].rank, step), mesh["data"].rank == 0).pow(2).mean().backward()
+            orders.append([event for event in journal.recent if event.startswith("finalized")])
+            shardwise.clip_grad_norm_(model, math.inf)
+        assert Managed.of(model).runtime.schedule.late == {2}
+        return orders
+
+    for orders in run2(body):
+        last_names = [[event.split()[1] for event in order] for order in orders]
+        assert [names[-1] for names in last_names] == ["layers.0", "layers.1", "layers.1"]
+        assert [names[0] for names in last_names] == ["layers.2"] * 3  # the others do not wait for it
+
+
+def test_window_ends_only_for_buckets_in_which_gradients_wait() -> None:
+    def body(mesh: Mesh) -> None:
+        model = shardwise.shard(make_model(), mesh, stage=2, units=nn.Linear)
+        with shardwise.no_sync(model):
+            model[1](rows(mesh["data"].rank)).pow(2).mean().backward()
+        shardwise.clip_grad_norm_(model, 1.0)
+        held = [bucket.trainable_grads.has_result for bucket in Managed.of(model).runtime.trainable_buckets()]
+        assert held == [False, True, False]
+
+    run2(body)
+
+
+@pytest.mark.parametrize("keep_last_unit", [True, False])
+def test_root_parameter_that_one_rank_uses_is_gathered_alike_on_all(keep_last_unit: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_model()
+            self.extra = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor, uses: bool) -> Tensor:
+            x = self.layers(x)
+            return x + self.extra if uses else x
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        (model(rows(rank, step), rank == 1).pow(2).mean()).backward()
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(Net(), mesh, stage=3, units=nn.Linear, keep_last_unit=keep_last_unit)
+        for step in range(3):
+            backward(model, mesh["data"].rank, step)
+            shardwise.clip_grad_norm_(model, math.inf)
+        return shardwise.full_gradients(model)
+
+    plain = Net()
+    for step in range(3):
+        for rank in range(2):
+            backward(plain, rank, step)
+    for grads in run2(body):
+        for name, param in plain.named_parameters():
+            assert param.grad is not None
+            torch.testing.assert_close(grads[name], param.grad / 2)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 all ranks must gather the same units
 def test_rank_without_a_micro_batch_in_an_open_window_takes_part_in_the_step(stage: int) -> None:
     def body(mesh: Mesh) -> dict[str, Tensor]:
@@ -617,6 +689,9 @@ def test_summed_gradients_are_divided_by_the_counts_of_all_ranks(stage: int, win
                     (loss_of(model, rows(rank, step)) * count[rank]).backward()
                 settler.add_count(count[rank])
             norm = float(shardwise.clip_grad_norm_(model, math.inf))
+            shardwise.local_gradients(model)
+            again = float(shardwise.clip_grad_norm_(model, math.inf))
+            assert again == pytest.approx(norm, rel=1e-6)  # a second look divides no more
         grads = shardwise.full_gradients(model)
         loss_of(model, rows(rank)).backward()
         with pytest.raises(StateError, match="divided by their count already"):
@@ -835,6 +910,37 @@ def test_units_that_a_reentrant_checkpoint_recomputes_are_freed_in_time(uses: in
         assert max(peaks) <= 2 * 3 * 512
         assert events.count("gather blocks.2") == uses + 1
         assert events.count("reduce blocks.2") == 1
+        assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
+
+
+def test_recomputed_uses_whose_inputs_need_no_gradient_keep_their_weights() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = make_model(layers=3)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            def scaled(x: Tensor, scale: Tensor) -> Tensor:
+                return self.block(x) * scale
+
+            return sum(checkpoint(scaled, x + shift, self.scale, use_reentrant=True) for shift in (0, 1))
+
+    def body(mesh: Mesh) -> tuple[list[str], dict[str, Tensor]]:
+        probe = Instruments("late")
+        recorded, log = record(mesh)
+        model = shardwise.shard(
+            Net(), recorded, stage=3, units=["block"], keep_last_unit=False, lanes=probe.lanes, arena=probe.arena
+        )
+        loss_of(model, rows(mesh["data"].rank)).backward()
+        events = sent(log)
+        return events, shardwise.full_gradients(model)
+
+    plain = Net()
+    for rank in range(2):
+        (loss_of(plain, rows(rank)) / 2).backward()
+    for events, grads in run2(body):
+        assert events.count("gather block") == 3  # two uses, one backward
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 

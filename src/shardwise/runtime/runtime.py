@@ -271,9 +271,7 @@ class Runtime:
         return any(bucket.site.placement.num_param > 1 for unit in self.units for bucket in unit.buckets)
 
     def _first_begin(self, unit: Unit) -> float:
-        """Position in the last forward at which a unit began first; 0 if it was not used, less if it is late."""
-        if unit.index in self.schedule.late:
-            return -1
+        """Position in the last forward at which a unit began first; 0 if it was not used."""
         return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), 0)
 
     def _last_end(self, unit: Unit) -> float:
