@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from shardwise.comm.base import Key, Mesh, Verb, reserve
+from shardwise.comm.base import Mesh, broadcast, reserve
 from shardwise.errors import ConfigError, RankMismatchError
 from shardwise.layout import DEFAULT_ALIGN, ParamSpec, plan_layout
 from shardwise.modules import NamedParam, UnitModule, place_params
@@ -201,8 +201,5 @@ def agree_on_values(mesh: Mesh, agreement: Agreement, params: Sequence[NamedPara
     index = reserve(mesh, 1)
     for sequence, p in enumerate(p for p in params if p.name in set(unlike)):
         flat = p.param.data.contiguous().view(-1)
-        for axis, comm in reversed(list(mesh.items())):
-            work = comm.broadcast(flat, 0, Key(index, Verb.BROADCAST, sequence, f"{p.name} over {axis}"))
-            if work is not None:
-                work.wait()
+        broadcast(mesh, flat, index, sequence, p.name)
         p.param.data.copy_(flat.view(p.param.shape))

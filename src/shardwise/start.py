@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.api import InitialValues, shard, unshard_model
-from shardwise.comm.base import Mesh
+from shardwise.comm.base import Mesh, flat_rank, num_ranks
 from shardwise.comm.process_group import mesh_from
 from shardwise.config.model import Config
 from shardwise.config.resolve import Resolved
@@ -111,18 +111,17 @@ def initialize(
 
 def _agreed_settings(config: ConfigSource, mesh: Mesh, device: torch.device) -> Resolved:
     """Load the configuration on every rank; raise on all if one cannot, or if they differ."""
-    rank, num_ranks = _place(mesh)
     error: ShardwiseError | None = None
     settings: Resolved | None = None
     try:
-        settings = load_config({} if config is None else config, num_ranks=num_ranks, device=device.type)
+        settings = load_config({} if config is None else config, num_ranks=num_ranks(mesh), device=device.type)
         lines = [f"{key} = {value}" for key, value in sorted(_flat(settings.config).items())]
     except ConfigError as failure:
         error, lines = failure, [f"error: {failure}"]
     Agreement(mesh, device).check_lines(lines, "the configuration")
     if error is not None or settings is None:
         raise error or ConfigError("no configuration")
-    if rank == 0 and settings.notes:
+    if flat_rank(mesh) == 0 and settings.notes:
         logging.getLogger("shardwise").warning("configuration:\n  %s", "\n  ".join(settings.notes))
     return settings
 
@@ -134,12 +133,11 @@ def _loader(
         if collate is not None:
             raise ConfigError("collate_fn has no effect without training_data: leave it out, or pass the dataset")
         return None
-    rank, num_ranks = _place(mesh)
     return ShardedLoader(
         dataset,
         micro=settings.batch.micro,
-        rank=rank,
-        num_ranks=num_ranks,
+        rank=flat_rank(mesh),
+        num_ranks=num_ranks(mesh),
         seed=settings.config.seed,
         drop_last=settings.config.batch.drop_last,
         collate=collate,
@@ -178,7 +176,7 @@ def _build(
     except BaseException:
         unshard_model(model)  # so that it can be tried again
         raise
-    return Engine(model, sharded, scheduler, settings, is_first=_place(mesh)[0] == 0, owns_group=owns_group)
+    return Engine(model, sharded, scheduler, settings, is_first=flat_rank(mesh) == 0, owns_group=owns_group)
 
 
 def _check_sources(source: Any, parameters: Any, schedule: SchedulerSource, config: Config) -> None:
@@ -278,14 +276,6 @@ def _device_of(model: nn.Module, initial_values: InitialValues) -> torch.device:
     for name, param in model.named_parameters():
         return param.device if isinstance(initial_values, str) else initial_values.device_of(param, name)
     return torch.device("cpu")
-
-
-def _place(mesh: Mesh) -> tuple[int, int]:
-    """Return this process's number among all data-parallel ranks, row by row, and how many there are."""
-    rank, num_ranks = 0, 1
-    for comm in mesh.values():
-        rank, num_ranks = rank * comm.size + comm.rank, num_ranks * comm.size
-    return rank, num_ranks
 
 
 def _flat(section: Any, prefix: str = "") -> dict[str, Any]:

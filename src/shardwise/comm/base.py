@@ -5,6 +5,7 @@ posts its transfers and returns a ``Work`` to wait for, or None when the work wa
 Read ``process_group.py`` for real networks, ``threads.py`` for ranks as threads.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,7 +14,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Comm", "Key", "Mesh", "Verb", "Work", "part", "rank_order_mean", "reserve"]
+__all__ = [
+    "Comm",
+    "Key",
+    "Mesh",
+    "Verb",
+    "Work",
+    "broadcast",
+    "flat_rank",
+    "num_ranks",
+    "part",
+    "rank_order_mean",
+    "reserve",
+]
 
 
 class Verb(IntEnum):
@@ -95,6 +108,27 @@ def reserve(mesh: Mesh, count: int) -> int:
         if start < first:  # another model used more numbers on another axis
             mesh[axis].reserve(first - start)
     return first
+
+
+def flat_rank(mesh: Mesh) -> int:
+    """Return this rank's number in the whole mesh, row by row."""
+    rank = 0
+    for comm in mesh.values():
+        rank = rank * comm.size + comm.rank
+    return rank
+
+
+def num_ranks(mesh: Mesh) -> int:
+    """Return the number of ranks of the whole mesh."""
+    return math.prod(comm.size for comm in mesh.values())
+
+
+def broadcast(mesh: Mesh, buffer: Tensor, index: int, sequence: int, label: str) -> None:
+    """Give every rank of the mesh the flat buffer of its first one, axis by axis."""
+    for axis, comm in reversed(list(mesh.items())):
+        work = comm.broadcast(buffer, 0, Key(index, Verb.BROADCAST, sequence, f"{label} over {axis}"))
+        if work is not None:
+            work.wait()
 
 
 def part(buffer: Tensor, index: int, num_parts: int) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Key, Mesh, Verb, reserve
+from shardwise.comm.base import Mesh, broadcast, reserve
 from shardwise.errors import ConfigError, RankMismatchError
-from shardwise.initial.tape import content_hash
 from shardwise.modules import NamedParam
+from shardwise.numerics.fingerprint import fingerprint
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.record import Agreement
 
@@ -54,11 +54,7 @@ class Job:
     def send(self, flat: Tensor, label: str) -> Tensor:
         """Return rank 0's flat tensor, on the job's device; other ranks give one of the same length and dtype."""
         buffer = flat.contiguous().to(self.device)
-        index = reserve(self.mesh, 1)
-        for sequence, (axis, comm) in enumerate(reversed(list(self.mesh.items()))):
-            work = comm.broadcast(buffer, 0, Key(index, Verb.BROADCAST, sequence, f"{label} over {axis}"))
-            if work is not None:
-                work.wait()
+        broadcast(self.mesh, buffer, reserve(self.mesh, 1), 0, label)
         return buffer
 
 
@@ -89,7 +85,7 @@ def fill(delivery: Delivery, job: Job, buckets: Sequence[tuple[Bucket, Sequence[
     places = {id(p.param): (bucket, index) for bucket, params in buckets for index, p in enumerate(params)}
     codes = dict.fromkeys(places, 0)
     for p, value in delivery:
-        codes[id(p.param)] = content_hash(value)
+        codes[id(p.param)] = fingerprint(value)
         bucket, index = places[id(p.param)]
         bucket.params.adopt_value(bucket.site.layout.slots[index], value)
         del value  # [Note: one at a time] a variable of a loop would keep it while the next one is computed

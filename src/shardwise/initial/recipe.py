@@ -19,9 +19,10 @@ from shardwise.initial.delivery import Delivery, Job, named_tensors, replace_ten
 from shardwise.initial.recorder import Recorder
 from shardwise.initial.replay import Replay, strided
 from shardwise.initial.states import Seen
-from shardwise.initial.tape import Node, Ref, Tape, content_hash
+from shardwise.initial.tape import Node, Ref, Tape
 from shardwise.initial.weights import Weights, WeightSource
 from shardwise.modules import NamedParam, collect_params, leave_meta
+from shardwise.numerics.fingerprint import fingerprint
 
 __all__ = ["Recipe", "RecipeWithWeights", "deferred_init"]
 
@@ -205,11 +206,11 @@ class Recipe:
         except ConfigError as error:
             problem = str(error)
         job.check(problem)
-        known = [f"{p.name} holds {content_hash(p.param):x}" for p in job.params if not p.param.is_meta]
+        known = [f"{p.name} holds {fingerprint(p.param):x}" for p in job.params if not p.param.is_meta]
         job.agreement.check_lines(self._recorder.tape.lines() + known, "the recorded construction")
         roots = self._recorder.states.roots()
         states = [root.state for root in roots if root.state is not None]
-        if states and not job.is_alike(content_hash(torch.stack(states)), "random states"):
+        if states and not job.is_alike(fingerprint(torch.stack(states)), "random states"):
             warnings.warn(
                 "ranks began to construct from different random states; rank 0's are used. Seed all ranks alike",
                 stacklevel=5,

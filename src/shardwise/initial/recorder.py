@@ -27,7 +27,8 @@ from shardwise.initial.operations import (
 )
 from shardwise.initial.replay import Replay, strided
 from shardwise.initial.states import GeneratorStates
-from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, content_hash, each, map_leaves
+from shardwise.initial.tape import Constant, Node, Op, Ref, Tape, each, map_leaves
+from shardwise.numerics.fingerprint import fingerprint
 
 __all__ = ["Recorder"]
 
@@ -270,7 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         ref = self.ref(value)
-        return Constant(value.detach(), content_hash(value)) if ref is None else ref
+        return Constant(value.detach(), fingerprint(value)) if ref is None else ref
 
 
 def _no_generator(value: Any) -> Any:

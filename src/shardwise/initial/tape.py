@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.numerics.fingerprint import fingerprint
 
 __all__ = [
     "Constant",
@@ -22,7 +22,6 @@ __all__ = [
     "Op",
     "Ref",
     "Tape",
-    "content_hash",
     "each",
     "is_same_place",
     "is_whole",
@@ -55,7 +54,7 @@ class Constant:
         Raises:
             ConfigError: it has changed since.
         """
-        if content_hash(self.tensor) != self.hash:
+        if fingerprint(self.tensor) != self.hash:
             raise ConfigError(
                 f"a tensor of shape {tuple(self.tensor.shape)} from outside deferred_init() was read by the "
                 "constructor and changed afterwards: leave it as it is until shard() is over, or give the constructor "
@@ -219,15 +218,6 @@ def each(value: Any, kind: type) -> Iterator[Any]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from each(item, kind)
-
-
-def content_hash(tensor: Tensor) -> int:
-    """Hash of shape, dtype and contents; 63 bits."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    code = xxhash.xxh64(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    if flat.numel():
-        code.update(flat.view(torch.uint8).cpu().numpy().data)
-    return code.intdigest() & ((1 << 63) - 1)
 
 
 def name_of(func: Any) -> str:

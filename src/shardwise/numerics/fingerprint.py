@@ -10,8 +10,8 @@ _CHUNK_BYTES = 1 << 24
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return 63 bits that differ, but for chance, where any byte differs. Waits for the device."""
-    digest = xxhash.xxh64()
+    """Return 63 bits that differ, but for chance, where shape, dtype or any byte differs. Waits for the device."""
+    digest = xxhash.xxh64(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel():
         raw = flat.view(torch.uint8)

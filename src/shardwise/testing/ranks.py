@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from shardwise.comm.base import Comm, Mesh
+from shardwise.comm.base import Comm, Mesh, flat_rank
 from shardwise.comm.board import abort_mesh
 from shardwise.comm.process_group import gloo_mesh
 from shardwise.comm.threads import Exchange, Match, ThreadComm
@@ -204,14 +204,6 @@ def run_processes(
 def coordinates(mesh: Mesh) -> dict[str, int]:
     """Return this rank's coordinate on each axis: ``{"node": 1, "local": 0}``."""
     return {axis: comm.rank for axis, comm in mesh.items()}
-
-
-def flat_rank(mesh: Mesh) -> int:
-    """Return this rank's number in the whole mesh, row by row."""
-    rank = 0
-    for comm in mesh.values():
-        rank = rank * comm.size + comm.rank
-    return rank
 
 
 def _shape(num_ranks: int | Mapping[str, int]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shardwise.access import full_parameters, full_state_dict, measured_bytes
 from shardwise.api import plan, unsharded
-from shardwise.comm.base import Mesh
+from shardwise.comm.base import Mesh, flat_rank
 from shardwise.comm.process_group import mesh_from
 from shardwise.config.resolve import Resolved
 from shardwise.engine import Engine
@@ -125,9 +125,7 @@ def run_rank(task: RunTask, mesh: Mesh, tell: Tell, *, seeds: bool = False) -> F
     Raises:
         ConfigError: the text or the model does not fit, on any rank; the same on all.
     """
-    rank = 0
-    for comm in mesh.values():
-        rank = rank * comm.size + comm.rank
+    rank = flat_rank(mesh)
     task.folder.mkdir(parents=True, exist_ok=True)
     with _Log(task.folder / f"rank-{rank}.log", rank) as log:
         seed = task.settings.config.seed
