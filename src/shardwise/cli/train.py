@@ -22,9 +22,8 @@ from shardwise.errors import ConfigError
 from shardwise.launch.group import join_group, leave_group
 from shardwise.launch.local import Interrupted, LocalJob, RanksFailedError, catch_signals, run_local
 from shardwise.runtime.record import Agreement
-from shardwise.train.loop import RunTask, planned_bytes, prepare, run_process, run_rank
+from shardwise.train.loop import RunTask, facts_of, planned_bytes, prepare, run_process, run_rank
 from shardwise.train.output import prepare_output
-from shardwise.train.report import Started
 from shardwise.train.settings import load_settings, settings_as_toml
 
 __all__ = ["train"]
@@ -144,25 +143,9 @@ def _run_joined(task: RunTask, environment: Environment, view: TrainView, *, ove
 def _show_plan(settings: Resolved, console: Console) -> None:
     parts = prepare(settings)
     plans = [planned_bytes(parts, settings, rank) for rank in range(settings.num_ranks)]
-    text, batch = parts.text, settings.batch
+    batch = settings.batch
     console.print(f"model: {parts.blueprint.name}, {plans[0][1]:,} parameters, context {parts.blueprint.context}")
-    facts = Started(
-        model=parts.blueprint.name,
-        num_params=plans[0][1],
-        num_ranks=settings.num_ranks,
-        zero_stage=settings.config.stage,
-        batch_size=batch.size,
-        context=parts.blueprint.context,
-        num_files=text.num_files,
-        num_bytes=text.num_bytes,
-        num_tokens=text.num_tokens,
-        text_sha256=text.sha256,
-        not_text=text.not_text,
-        packed=text.packed,
-        planned_bytes=plans[0][0],
-        num_steps=settings.config.train.steps,
-    )
-    console.print(text_facts(facts))
+    console.print(text_facts(facts_of(parts, settings, plans[0][1], plans[0][0])))
     console.print(
         f"batch: {batch.size} sequences per update = {batch.micro} per forward x {batch.accumulation} accumulated x "
         f"{settings.num_ranks} ranks"

@@ -6,13 +6,13 @@ by import path. ``interop`` reads the table to translate. Read ``cycles.py`` and
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.config.words import nearest
 from shardwise.errors import ConfigError
 from shardwise.optim.cycles import LRRangeTest, OneCycle
 from shardwise.optim.warmups import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -141,5 +141,5 @@ def build_scheduler(name: str, options: Mapping[str, Any], optimizer: Optimizer)
 
 
 def _nearest(word: object, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    near = get_close_matches(str(word), list(known), n=1)
-    return f" (nearest: {near[0]!r})" if near else ""
+    near = nearest(str(word), list(known))
+    return f" (nearest: {near!r})" if near else ""

@@ -83,6 +83,27 @@ def prepare(settings: Resolved) -> Parts:
     return Parts(tokenizer=tokenizer, blueprint=model, text=text)
 
 
+def facts_of(parts: Parts, settings: Resolved, num_params: int, planned: dict[str, int]) -> Started:
+    """Return what there is to say before the first update; ``planned`` are bytes by kind."""
+    text = parts.text
+    return Started(
+        model=parts.blueprint.name,
+        num_params=num_params,
+        num_ranks=settings.num_ranks,
+        zero_stage=settings.config.stage,
+        batch_size=settings.batch.size,
+        context=parts.blueprint.context,
+        num_files=text.num_files,
+        num_bytes=text.num_bytes,
+        num_tokens=text.num_tokens,
+        text_sha256=text.sha256,
+        not_text=text.not_text,
+        packed=text.packed,
+        planned_bytes=planned,
+        num_steps=settings.config.train.steps,
+    )
+
+
 def planned_bytes(parts: Parts, settings: Resolved, rank: int) -> tuple[dict[str, int], int]:
     """Return the planned bytes of a rank by kind, and the number of parameters of the whole model."""
     config = settings.config
@@ -192,25 +213,7 @@ class _Run:
         self._metrics: TextIO | None = None
         if rank == 0:
             self._metrics = (task.folder / METRICS).open("w", encoding="utf-8", buffering=1)
-        text = self._parts.text
-        self._tell(
-            Started(
-                model=self._config.model.name,
-                num_params=num_params,
-                num_ranks=self._settings.num_ranks,
-                zero_stage=self._config.stage,
-                batch_size=self._settings.batch.size,
-                context=self._parts.blueprint.context,
-                num_files=text.num_files,
-                num_bytes=text.num_bytes,
-                num_tokens=text.num_tokens,
-                text_sha256=text.sha256,
-                not_text=text.not_text,
-                packed=text.packed,
-                planned_bytes=self._planned,
-                num_steps=self._config.train.steps,
-            )
-        )
+        self._tell(facts_of(self._parts, self._settings, num_params, self._planned))
 
     def train(self) -> Finished:
         """Do all updates, then evaluate, sample and write."""
