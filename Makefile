@@ -25,13 +25,15 @@ demo: $(STAMP)  ## train a small language model at stages 0 to 3 on two local ra
 test: $(STAMP)  ## run the tests, without the large matrix, in two processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# An absolute path, or processes that tests start elsewhere would leave their data there.
+COVERAGE = COVERAGE_FILE="$(CURDIR)/.coverage" $(BIN)/coverage
 NOT_CORE := */cli/*,*/train/*,*/testing/*,*/models/*,*/data.py
 
 test-all: $(STAMP)  ## run all tests, the large matrix and the mutations included; report the branch coverage of the core
-	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n 2 --dist worksteal
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report --omit='$(NOT_CORE)'
+	$(COVERAGE) erase
+	$(COVERAGE) run -m pytest -n 2 --dist worksteal
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report --omit='$(NOT_CORE)'
 	$(BIN)/python -m pytest -m matrix -n 2 --dist worksteal --ignore=tests/mutations
 	$(BIN)/python -m pytest -m matrix tests/mutations
 

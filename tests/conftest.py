@@ -8,15 +8,19 @@ run, after one line per reason.
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-# Child processes of a test inherit this.
+# Child processes of a test inherit these. A shell starts background jobs with SIGINT ignored, nohup too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MIB = 1 << 20
 

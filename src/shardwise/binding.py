@@ -7,6 +7,7 @@ the original one and a guarded one (``guard.py``).
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.runtime.unit import Unit
 
 __all__ = ["Binding"]
 
+_version = attrgetter("_version")
 GradReady = Callable[[Unit, int, int, Any], None]
 
 
@@ -49,6 +51,7 @@ class Binding(GuardAccess):
         self.unit = unit
         self.number = number
         self._own = unit.buckets[number]
+        self._params = tuple(member.param for member in members)
         self.members = tuple(members)
         self._inside = inside
         self._arm = arm
@@ -61,6 +64,7 @@ class Binding(GuardAccess):
         self._hooks: list[RemovableHandle] = []
         self.guarded = False
         self._known_versions = 0
+        self._grad_ready: GradReady = _no_model
 
     @property
     def bucket(self) -> Bucket:
@@ -97,12 +101,13 @@ class Binding(GuardAccess):
     def _hook(self, param: nn.Parameter, slot: int, grad_ready: GradReady) -> None:
         # [Note: no cycle through torch] torch keeps this hook where Python's collector does not look, so a strong
         # reference from it to the model would keep every model for ever.
-        own, ready = weakref.ref(self), weakref.WeakMethod(grad_ready)
+        own = weakref.ref(self)
+        self._grad_ready = grad_ready
 
         def hook(param: Tensor) -> None:
-            binding, call = own(), ready()
-            if binding is not None and call is not None:  # else the model is gone, and its optimizer with it
-                call(binding.unit, binding.number, slot, param)
+            binding = own()
+            if binding is not None:  # else the model is gone, and its optimizer with it
+                binding._grad_ready(binding.unit, binding.number, slot, param)
 
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -146,7 +151,7 @@ class Binding(GuardAccess):
     def versions(self) -> int:
         """Return a number that changes when a parameter is edited in place."""
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(param._version for param in self.params)
+            return sum(map(_version, self._params))
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
@@ -209,3 +214,7 @@ class Binding(GuardAccess):
         if self.grad_pending(param):
             self.bucket.trainable_grads.discard(self.slot(param))
             self.runtime.grads_version += 1
+
+
+def _no_model(unit: Unit, number: int, slot: int, param: Any) -> None:
+    raise AssertionError("a gradient arrived before the binding was attached")

@@ -39,7 +39,6 @@ class _Call:
     saved: AbstractContextManager[Any] | None
     grad_enabled: bool
     use: Use | None
-    versions: int  # of the unit's parameters, to notice edits in place
     fingerprints: list[int]  # of the unit's gathered parameters, because edits through .data leave no version
     references: list[tuple[Binding, int, list[Any]]]  # to the unit's parameters, to notice who keeps them
 
@@ -197,7 +196,6 @@ class ModelHooks:
             raise
         for binding in bindings:
             binding.set_guard(on=False)
-        versions = sum(binding.versions() for binding in bindings)
         counts = grad_enabled and (recomputes or not in_backward)
         use = self._uses.begin(unit, [*args, *kwargs.values()]) if counts else None
         self._calls.append(
@@ -206,7 +204,6 @@ class ModelHooks:
                 saved=saved,
                 grad_enabled=grad_enabled,
                 use=use,
-                versions=versions,
                 fingerprints=self._fingerprints(unit),
                 references=self._count_references(unit) if grad_enabled else [],
             )
@@ -259,7 +256,7 @@ class ModelHooks:
     def _end_call(self, call: _Call, output: Any) -> None:
         unit = call.unit
         escapes = self._hold_escaping_weights(output)
-        edited = sum(binding.versions() for binding in self.bindings[unit.index]) != call.versions
+        edited = any(binding.is_edited() for binding in self.bindings[unit.index])
         edited = edited or self._fingerprints(unit) != call.fingerprints
         for binding, num_references, _ in call.references:
             if binding.num_references() > num_references:
@@ -315,7 +312,8 @@ class ModelHooks:
                 "create_graph=True needs gathered parameters until the second backward is over: run both inside "
                 "`with shardwise.unsharded(model):`"
             )
-        self.arm()
+        if not self.runtime.in_backward:
+            self.arm()
 
 
 def _accumulator(param: nn.Parameter) -> Any:

@@ -1,9 +1,9 @@
 """Side work: transfers that run beside the compute stream. The only file with streams and events.
 
 A job is a generator that posts transfers, yields the ``Work`` to wait for, and does the local arithmetic in between.
-On CUDA a lane is one side stream and the whole job is queued on it at once. On the CPU a lane is an in-order queue:
-``run`` advances the job to its first wait (the transfers are posted), ``Handle.wait`` finishes it and all jobs before
-it on the calling thread, so transfers overlap with compute without a worker thread.
+On CUDA a lane is one side stream and the whole job is queued on it at once. On the CPU a lane is a queue:
+``run`` advances the job to its first wait (the transfers are posted), ``Handle.wait`` goes through the transfers in the
+order of posting until the job is done, on the calling thread, so that they overlap without a worker thread.
 
 A job's ``reads``, ``writes`` and ``updates`` are what it touches; the CUDA handle keeps them alive, and the instruments
 in ``testing/lanes.py`` use them to find a missing wait.
@@ -89,44 +89,52 @@ class HostHandle:
         except StopIteration:
             self.done = True
 
-    def finish(self) -> None:
-        """Run the job to its end."""
-        while not self.done:
-            if self._work is not None:
-                self._work.wait()
-            self.advance()
+    def go_on(self) -> None:
+        """Wait for the job's transfer in flight, then advance."""
+        if self._work is not None:
+            self._work.wait()
+        self.advance()
 
     def wait(self) -> None:
-        """Finish every job of the lane up to this one."""
-        self._lane.finish_until(self)
+        """Finish the job, and on the way what was posted before its last transfer."""
+        self._lane.finish(self)
 
     host_wait = wait
 
 
 class HostLane:
-    """An in-order queue of jobs on the calling thread."""
+    """Jobs on the calling thread, each with one transfer in flight; whoever waits takes them in the order of posting.
+
+    So the second transfer of a job is posted while the first of the next one is on the wire.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[HostHandle] = deque()
+        self._queue: deque[HostHandle] = deque()  # by when their transfer was posted
 
     def run(self, job: Job, *, reads: Tensors = (), writes: Tensors = (), updates: Tensors = ()) -> Handle:
         """Post the job's first transfers."""
         handle = HostHandle(self, job())
-        self._queue.append(handle)
         handle.advance()
+        if not handle.done:
+            self._queue.append(handle)
         return handle
 
     def flush(self) -> None:
-        """Finish every job in order."""
+        """Finish every job."""
         while self._queue:
-            self._queue[0].finish()
-            self._queue.popleft()
+            self._go_on()
 
-    def finish_until(self, handle: HostHandle) -> None:
-        """Finish jobs in order until ``handle`` is done."""
+    def finish(self, handle: HostHandle) -> None:
+        """Wait for transfers, oldest first, until the job is done."""
         while not handle.done and self._queue:
-            self._queue[0].finish()
-            self._queue.popleft()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        oldest = self._queue[0]  # it stays there if it raises, so that a later wait raises too
+        oldest.go_on()
+        self._queue.popleft()
+        if not oldest.done:
+            self._queue.append(oldest)
 
 
 class StreamHandle:

@@ -6,6 +6,7 @@ It hangs on the root module under the one reserved name, and refuses to be copie
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -56,13 +57,12 @@ class _Node:
 
     def unchanged(self) -> bool:
         """Whether the module still holds the same parameter and child objects."""
-        params, children = self.module._parameters, self.module._modules
-        return (
-            len(params) == len(self.params)
-            and len(children) == len(self.children)
-            and all(a is b for a, b in zip(params.values(), self.params, strict=True))
-            and all(a is b for a, b in zip(children.values(), self.children, strict=True))
-        )
+        module = self.module
+        return self._ids == [*map(id, module._parameters.values()), *map(id, module._modules.values())]
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        return [*map(id, self.params), *map(id, self.children)]
 
 
 class Managed:
@@ -170,12 +170,14 @@ class Managed:
             if not node.unchanged():
                 raise StateError(self._explain(node))
         with torch._C.DisableTorchFunctionSubclass():
-            for param, binding in ((p, self._bindings[id(p)]) for p, _ in self._flags):
-                if param.untyped_storage()._cdata != binding.bucket.params.full.tensor.untyped_storage()._cdata:
-                    raise StateError(
-                        f"the memory of parameter {binding.name(param)} was replaced after shard() (by .data, to() or "
-                        "load_state_dict(assign=True)): it would never be trained. Do this before shard()"
-                    )
+            for binding in self._all_bindings():
+                storage = binding.bucket.params.full.tensor.untyped_storage()._cdata
+                for member in binding.members:
+                    if member.param.untyped_storage()._cdata != storage:
+                        raise StateError(
+                            f"the memory of parameter {member.name} was replaced after shard() (by .data, to() or "
+                            "load_state_dict(assign=True)): it would never be trained. Do this before shard()"
+                        )
             changed = [(param, param.requires_grad) for param, flag in self._flags if param.requires_grad is not flag]
         self.check_edits()
         if changed:

@@ -4,6 +4,7 @@ A slab keeps its storage object for ever and only resizes it, so that views made
 saved by autograd, cached slot views. See docs/design/0002-flat-buffers.md.
 """
 
+import ctypes
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -11,7 +12,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Kind", "Ledger", "Slab"]
+from shardwise.environment import read_variables
+
+__all__ = ["Arena", "Kind", "Ledger", "Slab", "keep_freed_pages"]
+
+# What a user may have said about glibc's allocator; it is left alone then.
+_ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of glibc
 
 
 class Kind(StrEnum):
@@ -116,6 +123,8 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()
+        if device.type == "cpu":
+            keep_freed_pages()
 
     def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
         """Return an empty slab of ``numel`` elements."""
@@ -135,3 +144,19 @@ class Arena:
     def resize(self, tensor: Tensor, num_bytes: int) -> None:
         """Change the memory behind a flat tensor; its storage object stays."""
         tensor.untyped_storage().resize_(num_bytes)
+
+
+def keep_freed_pages() -> bool:
+    """Let glibc keep what is freed for the next allocation, in this process; return whether it was asked to.
+
+    Gradients and gathered parameters come and go in every step. Otherwise each time their pages go back to the system
+    and are faulted in again, zeroed: 40,000 faults a step with 53 million parameters, a tenth of the step. The largest
+    resident set stays as it is, but it does not shrink between the peaks. Source: measured, docs/log.md.
+    """
+    if read_variables(_ALLOCATOR_VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_MMAP_MAX, 0))

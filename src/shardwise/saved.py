@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StateError
-from shardwise.runtime.bucket import Bucket
+from shardwise.runtime.bucket import Bucket, ParamState
 
 __all__ = ["SavedWeights", "is_nonreentrant_recompute", "storage_address"]
 
@@ -102,8 +102,9 @@ class SavedWeights:
                 "of an `unsharded` without writes=False, or one became trainable); run backward before that, or run "
                 "the forward again"
             )
-        bucket.unshard()
-        bucket.params.wait()
+        if bucket.params.state is not ParamState.UNSHARDED:  # asked for every saved weight
+            bucket.unshard()
+            bucket.params.wait()
         bucket.params.touch()
         full = bucket.params.full.tensor
         view = torch.empty(0, dtype=full.dtype, device=full.device).set_(

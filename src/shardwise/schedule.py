@@ -4,13 +4,13 @@ A ``Schedule`` is made from the order in which all ranks were seen to use the un
 runtime asks it at each event and does what it says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Begin", "End", "Schedule", "TraceEvent"]
+__all__ = ["Begin", "End", "Schedule", "TraceEvent", "Walk"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,28 @@ class End:
 
 
 TraceEvent = Begin | End
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one root forward did with the units, in order."""
+
+    events: tuple[TraceEvent, ...] = ()
+
+    @cached_property
+    def first_begin(self) -> Mapping[int, int]:
+        """Position at which each used unit began first."""
+        return {event.unit: i for i, event in reversed(list(enumerate(self.events))) if isinstance(event, Begin)}
+
+    @cached_property
+    def last_end(self) -> Mapping[int, int]:
+        """Position at which each used unit ended last."""
+        return {event.unit: i for i, event in enumerate(self.events) if isinstance(event, End)}
+
+    @cached_property
+    def code(self) -> int:
+        """A number for the order, the same in every process, that fits 62 bits."""
+        return hash(tuple((isinstance(event, End), event.unit) for event in self.events)) & ((1 << 62) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +117,13 @@ class Schedule:
 
     def ahead(self, unit: int, *, backward: bool = False) -> Sequence[int]:
         """Return the units to gather while ``unit`` computes, nearest first."""
-        order = self.forward_order[::-1] if backward else self.forward_order
-        if unit not in order:
+        position = self._position.get(unit)
+        if position is None:
             return ()
-        position = order.index(unit) + 1
-        return order[position : position + self.prefetch]
+        if backward:
+            return self.forward_order[max(position - self.prefetch, 0) : position][::-1]
+        return self.forward_order[position + 1 : position + 1 + self.prefetch]
+
+    @cached_property
+    def _position(self) -> Mapping[int, int]:
+        return {unit: position for position, unit in enumerate(self.forward_order)}

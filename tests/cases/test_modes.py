@@ -93,7 +93,7 @@ def test_repeated_passes_keep_memory_and_order_constant(stage: int, mode: Callab
             optim.zero_grad()
             runtime = model._shardwise.runtime
             ledger = runtime.means.arena.ledger
-            seen.add((len(runtime.schedule.trace), len(runtime.last_trace), *ledger.now.values()))
+            seen.add((len(runtime.schedule.trace), len(runtime.last_walk.events), *ledger.now.values()))
             assert ledger.now[Kind.GATHERED] == 0
             if step == 4:
                 peak = ledger.peak_total_bytes

@@ -213,7 +213,7 @@ def test_passes_without_gradients_between_updates_leave_no_trace(stage: int) -> 
             engine.backward(loss(engine(rows(mesh["data"].rank, step))))  # in eval mode, if there were passes
             engine.step()
             engine.train()
-        return shardwise.full_parameters(engine.module), len(Managed.of(engine.module).runtime.last_trace)
+        return shardwise.full_parameters(engine.module), len(Managed.of(engine.module).runtime.last_walk.events)
 
     plain = run_ranks(2, lambda mesh: body(mesh, passes=False))
     traced = run_ranks(2, lambda mesh: body(mesh, passes=True))

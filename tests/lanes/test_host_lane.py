@@ -1,7 +1,8 @@
-"""The lane of the CPU: an in-order queue that the waiting thread works off."""
+"""The lane of the CPU: transfers that the waiting thread takes in the order of their posting."""
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from shardwise.lanes import HostLane, Lanes, Steps, make_lanes
@@ -72,7 +73,34 @@ def test_flush_ends_every_job() -> None:
     lane.run(job(log, "a", "b"))
     lane.run(job(log, "c"))
     lane.flush()
-    assert log == ["post a", "post c", "end a", "post b", "end b", "done", "end c", "done"]
+    assert log == ["post a", "post c", "end a", "post b", "end c", "done", "end b", "done"]
+
+
+def test_second_transfer_is_posted_while_the_first_of_the_next_job_travels() -> None:
+    log: list[str] = []
+    lane = HostLane()
+    first = lane.run(job(log, "a", "b"))
+    second = lane.run(job(log, "c", "d"))
+    first.wait()
+    assert log == ["post a", "post c", "end a", "post b", "end c", "post d", "end b", "done"]
+    second.wait()
+    assert log[-2:] == ["end d", "done"]
+
+
+def test_job_that_failed_fails_again_for_whoever_waits_later() -> None:
+    def broken() -> Steps:
+        yield Broken()
+
+    lane = HostLane()
+    handle = lane.run(broken)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection lost"):
+            handle.wait()
+
+
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("connection lost")
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Work",
     "broadcast",
     "flat_rank",
+    "is_same_memory",
     "num_ranks",
     "part",
     "rank_order_mean",
@@ -143,8 +144,26 @@ def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> No
     ``out`` may be one of the parts. ``torch.sum`` over stacked parts would not keep the order (its result depends on
     the column), and a product with the reciprocal would round twice for three ranks.
     """
-    total = parts[0].to(sum) if parts[0].dtype != sum else parts[0].clone()
-    for other in parts[1:]:
+    first, *others = parts
+    if others and first.dtype == others[0].dtype == sum:
+        in_place = out.dtype == sum and not any(is_same_memory(out, other) for other in others[1:])
+        total = torch.add(first, others.pop(0), out=out if in_place else None)
+    elif out.dtype == sum and not any(is_same_memory(out, other) for other in others):
+        total = out.copy_(first)
+    else:
+        total = first.to(sum, copy=True)
+    for other in others:
         total.add_(other)
-    total.div_(len(parts))
-    out.copy_(total)
+    if total is out:
+        total.div_(len(parts))
+    else:
+        out.copy_(total.div_(len(parts)))
+
+
+def is_same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two flat tensors begin at the same element of the same storage."""
+    # Not by data_ptr: fake tensors have none.
+    return (
+        first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.storage_offset() == second.storage_offset()
+    )

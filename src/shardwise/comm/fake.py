@@ -7,7 +7,7 @@ Owns ``reduce_alone``, what a reduction means where there is one rank. Imports `
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Key, Work, part, rank_order_mean
+from shardwise.comm.base import Key, Work, is_same_memory, part, rank_order_mean
 from shardwise.errors import ConfigError
 
 __all__ = ["FakeComm", "LocalComm", "reduce_alone"]
@@ -72,15 +72,7 @@ def reduce_alone(own: Tensor, out: Tensor, *, wire: torch.dtype, sum: torch.dtyp
     ``out`` may be ``own``; nothing is read or written then if no rounding can change a value.
     """
     if own.dtype == out.dtype == wire == sum:
-        if not _is_same_memory(own, out):
+        if not is_same_memory(own, out):
             out.copy_(own)
         return
     rank_order_mean([own.to(wire)], out, sum=sum)
-
-
-def _is_same_memory(first: Tensor, second: Tensor) -> bool:
-    # Not by data_ptr: fake tensors have none.
-    return (
-        first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        and first.storage_offset() == second.storage_offset()
-    )

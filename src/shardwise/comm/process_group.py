@@ -34,7 +34,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 MAX_BUCKETS = (1 << 12) - 1  # the last index is that of the tag that closes a group
 _LAST_TAG = (1 << 31) - 1
-_MAX_CHUNKS = 8
+_MAX_CHUNKS = 4
 _MIN_CHUNK_BYTES = 1 << 20
 _ANSWER_SECONDS = 2.0  # how long a rank that fails waits for what the others say
 

@@ -8,12 +8,14 @@ element. Source: measured, docs/log.md.
 import math
 from collections.abc import Sequence
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["check_norm_type", "combine_norms", "fast_norms", "scaled_norm"]
+__all__ = ["check_norm_type", "combine_norms", "combine_rows", "fast_norms", "scaled_norm"]
 
 ROW_NUMEL = 65_536
 
@@ -40,9 +42,22 @@ def fast_norms(slices: Sequence[Tensor], norm_type: float, device: torch.device)
 
     A result that is not finite may stand for finite elements whose power overflows; see ``scaled_norm``.
     """
-    return torch.stack(
-        [torch.zeros((), dtype=torch.float64, device=device), *(_fast_norm(s, norm_type) for s in slices)]
-    )[1:]
+    norms = torch.zeros(len(slices), dtype=torch.float64, device=device)
+    for dtype in (torch.float32, torch.float64):
+        mine = [i for i, flat in enumerate(slices) if flat.numel() and _sum_dtype(flat, norm_type) == dtype]
+        if not mine:
+            continue
+        # One call for all last rows: in small models most slices have no other.
+        last_rows = [slices[i][(slices[i].numel() - 1) // ROW_NUMEL * ROW_NUMEL :] for i in mine]
+        found = torch.stack(torch._foreach_norm(last_rows, norm_type, dtype=dtype)).double()
+        norms[mine] = found
+        for position, i in enumerate(mine):
+            earlier = slices[i].numel() - last_rows[position].numel()
+            if earlier:
+                rows = slices[i][:earlier].view(-1, ROW_NUMEL)
+                row_norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype).double()
+                norms[i] = torch.linalg.vector_norm(torch.cat([row_norms, found[position : position + 1]]), norm_type)
+    return norms
 
 
 def combine_norms(norms: Sequence[float], norm_type: float = 2.0) -> float:
@@ -61,18 +76,23 @@ def combine_norms(norms: Sequence[float], norm_type: float = 2.0) -> float:
     return largest * float(total ** (1.0 / norm_type))
 
 
-def _fast_norm(flat: Tensor, norm_type: float) -> Tensor:
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=flat.device)
+def combine_rows(norms: NDArray[numpy.float64]) -> list[float]:
+    """Return what ``combine_norms`` returns for each row of [num_rows, num_parts] L2 norms, all rows at once."""
+    largest = norms.max(axis=1, initial=0.0)  # NaN wins
+    scale = numpy.where((largest > 0) & numpy.isfinite(largest), largest, 1.0)
+    totals = numpy.zeros(len(norms))
+    with numpy.errstate(invalid="ignore"):  # inf and NaN: those rows are their largest part
+        for column in norms.T:
+            part = column / scale
+            totals += part * part
+        combined = scale * numpy.sqrt(totals)
+    plain: list[float] = numpy.where(scale == largest, combined, largest).tolist()
+    return plain
+
+
+def _sum_dtype(flat: Tensor, norm_type: float) -> torch.dtype:
     narrow = flat.dtype != torch.float64 and norm_type in (2.0, math.inf)  # a long sum of first powers loses digits
-    dtype = torch.float32 if narrow else torch.float64
-    whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=dtype).double()
-    if whole < flat.numel():
-        tail = torch.linalg.vector_norm(flat[whole:], norm_type, dtype=dtype).double()
-        rows = torch.cat([rows, tail.view(1)])
-    total: Tensor = torch.linalg.vector_norm(rows, norm_type)
-    return total
+    return torch.float32 if narrow else torch.float64
 
 
 def scaled_norm(flat: Tensor, norm_type: float) -> float:

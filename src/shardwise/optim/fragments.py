@@ -35,6 +35,8 @@ class BucketFragments:
         }
         self.params = {index: self._make(part) for index, part in self.parts.items()}
         self._known_versions = self._versions()
+        self._grads: dict[int, Tensor] = {}  # by slot: views for the length of a step, made once
+        self._have_grads = False
         self._cast: Slab | None = None
         dtypes = site.dtypes
         if dtypes.accumulate != dtypes.master:
@@ -67,12 +69,16 @@ class BucketFragments:
             self.bucket.site.lanes.on_compute(reads=[source])
         if source is not None and self._cast is not None and wanted & self.params.keys():
             source = self._cast.fill().copy_(source)
+        self._have_grads = True
         for index, param in self.params.items():
             given = source is not None and index in wanted
-            param.grad = self._cut(source, self.parts[index]) if given and source is not None else None
+            param.grad = self._grad_view(source, index) if given and source is not None else None
 
     def drop_grads(self) -> None:
         """Take the gradients away and free what their cast needed."""
+        if not self._have_grads:
+            return
+        self._have_grads = False
         self.set_guard(on=False)
         for param in self.params.values():
             param.grad = None
@@ -90,7 +96,13 @@ class BucketFragments:
         self._known_versions = self._versions()
 
     def _versions(self) -> int:
-        return sum(param._version for param in self.params.values())
+        return sum([param._version for param in self.params.values()])
+
+    def _grad_view(self, source: Tensor, index: int) -> Tensor:
+        """Return the fragment's part of the final gradient or of its cast; both always are the same memory object."""
+        if index not in self._grads:
+            self._grads[index] = self._cut(source, self.parts[index])
+        return self._grads[index]
 
     def _cut(self, owned: Tensor, part: Fragment) -> Tensor:
         offset = part.flat_start - self._start

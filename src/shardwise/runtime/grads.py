@@ -9,6 +9,7 @@ before the step is reduced alone in a slab and added, so that no sum mixes reduc
 from collections.abc import Collection, Iterable
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.base import Verb
@@ -54,7 +55,9 @@ class GradBuffers:
         self._partial = False  # the window buffer holds sums over G that are not final
         self._has_result = False  # the resting buffer holds a final gradient
         self._pending: Handle | None = None
+        self._all_slots = frozenset(slot.index for slot in site.layout.slots)
         self._views: dict[tuple[int, int], Tensor] = {}
+        self._gaps: dict[int, list[Tensor]] = {}
 
     @property
     def owned(self) -> Tensor:
@@ -145,7 +148,7 @@ class GradBuffers:
         self._has_result = self._has_result or final
         self._written.clear()
         if place.num_ranks > 1:
-            self.agree({slot.index for slot in site.layout.slots})
+            self.agree(self._all_slots)
         self.state = GradState.REDUCING
 
     def wait(self) -> None:
@@ -225,11 +228,12 @@ class GradBuffers:
         """Zero padding and slots without a gradient, so that sums and norms read no stale memory."""
         layout = self.site.layout
         self.site.lanes.on_compute(writes=[local.tensor])
-        for start, stop in layout.gaps:
-            local.tensor[start:stop].zero_()
-        for slot in layout.slots:
-            if slot.index not in self._written:
-                local.tensor[slot.start : slot.stop].zero_()
+        if id(local) not in self._gaps:
+            self._gaps[id(local)] = [local.tensor[start:stop] for start, stop in layout.gaps]
+        missing = [local.tensor[layout.slots[i].start : layout.slots[i].stop] for i in self._all_slots - self._written]
+        stale = [*self._gaps[id(local)], *missing]
+        if stale:
+            torch._foreach_zero_(stale)
 
     def _free(self, slab: Slab) -> None:
         if slab.filled:

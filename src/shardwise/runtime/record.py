@@ -8,19 +8,19 @@ buckets to reduce, which parameters stay untouched) is a function of all records
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
+import numpy
 import torch
 import xxhash
 from torch import Tensor
 
 from shardwise.comm.base import Key, Mesh, Verb, reserve
 from shardwise.errors import RankMismatchError
+from shardwise.numerics.norm import combine_norms, combine_rows
 from shardwise.runtime.journal import Journal
 
-__all__ = ["Agreement", "Record"]
+__all__ = ["Agreement", "Record", "Records"]
 
-_BITS = 62  # flags per int64 word
 _HEADER = 5
 _TEXT_BYTES = 16_384
 _MASK = (1 << 63) - 1
@@ -35,41 +35,66 @@ class Record:
     order: int
     count: float
     settings: int
-    norms: tuple[float, ...]
-    arrived: tuple[bool, ...]
-    waiting: tuple[bool, ...]
-    late: tuple[bool, ...]
+    arrived: Sequence[bool]
+    waiting: Sequence[bool]
+    late: Sequence[bool]
 
     def pack(self, norms: Tensor) -> Tensor:
-        """Return the record as int64 words; ``norms`` (fp64, on the device) replaces ``self.norms``."""
-        flags = self.arrived + self.waiting + self.late
-        words = [
-            sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag)
-            for start in range(0, len(flags), _BITS)
-        ]
-        count = int(torch.tensor(self.count, dtype=torch.float64).view(torch.int64))
-        head = torch.tensor([self.step, self.digest, self.order, count, self.settings, *words], dtype=torch.int64)
-        return torch.cat([head.to(norms.device, non_blocking=True), norms.view(torch.int64)])
+        """Return the record as int64 words, ``norms`` (fp64, on the device) at their end."""
+        flags = numpy.packbits(numpy.array([*self.arrived, *self.waiting, *self.late], dtype=bool), bitorder="little")
+        padded = numpy.zeros(-(-flags.size // 8) * 8, dtype=numpy.uint8)
+        padded[: flags.size] = flags
+        count = int(numpy.float64(self.count).view(numpy.int64))
+        head = numpy.array([self.step, self.digest, self.order, count, self.settings], dtype=numpy.int64)
+        words = torch.from_numpy(numpy.concatenate([head, padded.view(numpy.int64)]))
+        return torch.cat([words.to(norms.device, non_blocking=True), norms.view(torch.int64)])
 
-    def unpack(self, words: Sequence[int]) -> "Record":
-        """Return another rank's record from its words; this one gives the lengths."""
-        lengths = len(self.arrived), len(self.waiting), len(self.late)
-        num_words = -(-sum(lengths) // _BITS)
-        packed = words[_HEADER : _HEADER + num_words]
-        flags = iter([bool(packed[i // _BITS] >> (i % _BITS) & 1) for i in range(sum(lengths))])
-        arrived, waiting, late = (tuple(islice(flags, length)) for length in lengths)
-        norms = torch.tensor(words[_HEADER + num_words :], dtype=torch.int64).view(torch.float64)
-        return Record(
-            step=words[0],
-            digest=words[1],
-            order=words[2],
-            count=float(torch.tensor(words[3], dtype=torch.int64).view(torch.float64)),
-            settings=words[4],
-            norms=tuple(norms.tolist()),
-            arrived=arrived,
-            waiting=waiting,
-            late=late,
-        )
+
+class Records:
+    """The records of all ranks, [num_ranks, words]; read as a table, so that many ranks cost no more than few.
+
+    Attributes:
+        steps: step number of each rank.
+        counts: of each rank's samples or tokens.
+        norm: global norm of the gradients.
+        arrived: for each trainable parameter, whether any rank has its gradient.
+        waiting: for each trainable bucket, whether gradients wait on any rank.
+        late: for each unit, whether it was late on any rank.
+    """
+
+    def __init__(self, rows: Tensor, own: Record) -> None:
+        table = rows.numpy()
+        lengths = len(own.arrived), len(own.waiting), len(own.late)
+        num_words = -(-sum(lengths) // 64)
+        self.steps = table[:, 0].tolist()
+        self._digests, self._orders, self._settings = table[:, 1], table[:, 2], table[:, 4]
+        self.counts = table[:, 3].copy().view(numpy.float64).tolist()
+        any_rank = numpy.bitwise_or.reduce(table[:, _HEADER : _HEADER + num_words], axis=0)
+        flags = numpy.unpackbits(any_rank.view(numpy.uint8), bitorder="little").view(bool)[: sum(lengths)]
+        self.arrived = flags[: lengths[0]].tolist()
+        self.waiting = flags[lengths[0] : lengths[0] + lengths[1]].tolist()
+        self.late = flags[lengths[0] + lengths[1] :].tolist()
+        norms = numpy.ascontiguousarray(table[:, _HEADER + num_words :]).view(numpy.float64)
+        self.norm = combine_norms(combine_rows(norms))
+
+    @property
+    def have_one_order(self) -> bool:
+        """Whether all ranks used the units in one order."""
+        return _is_uniform(self._orders)
+
+    @property
+    def have_one_digest(self) -> bool:
+        """Whether all ranks made the same collectives."""
+        return _is_uniform(self._digests)
+
+    @property
+    def have_one_setting(self) -> bool:
+        """Whether all ranks hold the same settings."""
+        return _is_uniform(self._settings)
+
+
+def _is_uniform(column: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]") -> bool:
+    return bool((column == column[0]).all())
 
 
 class Agreement:
@@ -118,20 +143,20 @@ class Agreement:
         listed = "; ".join(f"rank {_ranks(ranks)}: {line}" for line, ranks in _by_event(said).items())
         raise RankMismatchError(f"ranks disagree on {what}, nothing was changed. First difference: {listed}")
 
-    def check_records(self, records: Sequence[Record], journal: Journal, settings: Sequence[str]) -> None:
+    def check_records(self, records: Records, journal: Journal, settings: Sequence[str]) -> None:
         """Raise on every rank if the ranks did unlike things since the start.
 
         Raises:
             RankMismatchError: names the step, the ranks and the first collective in which they differ.
         """
-        steps = [record.step for record in records]
+        steps = records.steps
         if len(set(steps)) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
             raise RankMismatchError(f"ranks are at different steps ({at}); no rank was updated")
-        if len({record.digest for record in records}) > 1:
+        if not records.have_one_digest:
             answers = self.texts(f"{journal.num_events}\n" + "\n".join(journal.recent), "last events")
             raise RankMismatchError(f"step {steps[0]}: {_first_difference([_history(a) for a in answers])}")
-        if len({record.settings for record in records}) > 1:
+        if not records.have_one_setting:
             self.check_lines(settings, f"the settings of step {steps[0]}")
 
     def _next(self) -> int:

@@ -23,7 +23,7 @@ from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.grads import GradBuffers
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.unit import Unit, Use
-from shardwise.schedule import Begin, End, Schedule, TraceEvent
+from shardwise.schedule import Schedule, TraceEvent, Walk
 
 __all__ = ["Means", "Runtime", "Window"]
 
@@ -64,6 +64,7 @@ class Runtime:
         num_steps: optimizer steps seen, skipped ones included.
         num_backwards: backwards that brought gradients.
         grads_version: changes whenever gradients do; results computed from them carry it.
+        last_walk: the last root forward with grad mode.
         late_here: units that turned out late on this rank; the next record tells the others.
     """
 
@@ -77,7 +78,7 @@ class Runtime:
         self.num_steps = self.num_backwards = 0
         self.grads_version = 0
         self.late_here: frozenset[int] = frozenset()
-        self.last_trace: tuple[TraceEvent, ...] = ()
+        self.last_walk = Walk()
         self._trace: list[TraceEvent] | None = None
         self._backward: _Backward | None = None
         self._reducing: deque[GradBuffers] = deque()
@@ -103,7 +104,9 @@ class Runtime:
     def end_root(self, *, keeps: bool) -> None:
         """A root forward ended or failed: free what is not kept for a backward."""
         if self._trace is not None:
-            self.last_trace, self._trace = tuple(self._trace), None
+            events, self._trace = tuple(self._trace), None
+            if events != self.last_walk.events:
+                self.last_walk = Walk(events)
         kept = self.schedule.kept if keeps else frozenset()
         for unit in self.units:
             unit.held = False
@@ -116,7 +119,7 @@ class Runtime:
         unit.unshard()
         unit.wait()
         if self._trace is not None:
-            self._trace.append(Begin(unit.index))
+            self._trace.append(unit.begin)
         if not self.in_backward:
             self._prefetch(unit, backward=False)
 
@@ -124,7 +127,7 @@ class Runtime:
         """A unit's forward ended or failed. Nothing is freed while a backward runs: this was a recomputation."""
         unit.active -= 1
         if self._trace is not None:
-            self._trace.append(End(unit.index))
+            self._trace.append(unit.end)
         if not self.in_backward and (self._trace is None or unit.index not in self.schedule.kept):
             unit.reshard()
 
@@ -141,7 +144,7 @@ class Runtime:
         unit.unshard()
         self._prefetch(unit, backward=True)
         backward = self._running()
-        backward.horizon = min(backward.horizon, self._last_end(unit))
+        backward.horizon = min(backward.horizon, self.last_walk.last_end.get(unit.index, inf))
         self._reduce_passed()
 
     def use_done(self, unit: Unit, use: Use) -> None:
@@ -156,8 +159,8 @@ class Runtime:
 
     def grad_ready(self, unit: Unit, number: int, slot: int, grad: Tensor | None) -> None:
         """Autograd finished one parameter's gradient (None: its function returned none)."""
-        bucket = unit.buckets[number]
         if grad is not None:
+            bucket = unit.buckets[number]
             bucket.trainable_grads.accumulate(bucket.site.layout.slots[slot], grad, self.factor)
             self._running().reduces = True
         unit.delivered.add((number, slot))
@@ -260,7 +263,7 @@ class Runtime:
         order, backward = self.schedule.reduction_order, self._running()
         while backward.reduces and backward.next_reduction < len(order):
             unit = self.units[order[backward.next_reduction]]
-            if unit.trainable and self._first_begin(unit) <= backward.horizon:
+            if unit.trainable and self.last_walk.first_begin.get(unit.index, 0) <= backward.horizon:
                 return
             backward.next_reduction += 1
             self._reduce(unit.trainable_buckets())
@@ -269,15 +272,6 @@ class Runtime:
     def _gathers_hop(self) -> bool:
         """Whether a gather has a second transfer that starts only when this rank waits for the first."""
         return any(bucket.site.placement.num_param > 1 for unit in self.units for bucket in unit.buckets)
-
-    def _first_begin(self, unit: Unit) -> float:
-        """Position in the last forward at which a unit began first; 0 if it was not used."""
-        return next((i for i, event in enumerate(self.last_trace) if event == Begin(unit.index)), 0)
-
-    def _last_end(self, unit: Unit) -> float:
-        """Position in the last forward at which a unit ended last; inf if it was not used."""
-        positions = (i for i, event in enumerate(self.last_trace) if event == End(unit.index))
-        return max(positions, default=inf)
 
     def _running(self) -> _Backward:
         if self._backward is None:

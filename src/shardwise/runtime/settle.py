@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import xxhash
 from shardwise.errors import StateError
 from shardwise.numerics.norm import combine_norms, fast_norms, scaled_norm
 from shardwise.runtime.bucket import Bucket
-from shardwise.runtime.record import Agreement, Record
+from shardwise.runtime.record import Agreement, Record, Records
 from shardwise.runtime.runtime import Runtime
 
 __all__ = ["Settlement", "Settler"]
@@ -72,22 +72,22 @@ class Settler:
         if runtime.scaler is not None and any(b.trainable_grads.arrived for b in buckets):
             runtime.scaler.check_scaled(runtime.num_backwards)
         records = self._records()
-        waiting = [bucket for i, bucket in enumerate(buckets) if any(record.waiting[i] for record in records)]
+        waiting = [bucket for bucket, waits in zip(buckets, records.waiting, strict=True) if waits]
         if waiting:
             runtime.finish_window(waiting)
             records = self._records()
-        if len({record.order for record in records}) == 1 and runtime.last_trace != runtime.schedule.trace:
-            runtime.schedule = runtime.schedule.agreed(runtime.last_trace)
-        late = frozenset(unit.index for unit in runtime.units if any(record.late[unit.index] for record in records))
+        if records.have_one_order and runtime.last_walk.events is not runtime.schedule.trace:
+            runtime.schedule = runtime.schedule.agreed(runtime.last_walk.events)
+        late = frozenset(unit.index for unit, is_late in zip(runtime.units, records.late, strict=True) if is_late)
         if not late <= runtime.schedule.late:
             runtime.schedule = runtime.schedule.with_late(late)
-        norm = combine_norms([combine_norms(record.norms) for record in records])
-        if all(record.count >= 0 for record in records):
-            norm *= self._divide_by_count(math.fsum(record.count for record in records), len(records))
+        norm = records.norm
+        if min(records.counts) >= 0:
+            norm *= self._divide_by_count(math.fsum(records.counts), len(records.counts))
         first = None
         if not math.isfinite(norm):
             norm, first = self._look_closer(2.0)
-        arrived = _by_bucket(buckets, records)
+        arrived = _by_bucket(buckets, records.arrived)
         for bucket in buckets:
             bucket.trainable_grads.agree(arrived[bucket.site.index])
         self._last = Settlement(grads_version=runtime.grads_version, norm=norm, first_nonfinite=first, arrived=arrived)
@@ -135,7 +135,7 @@ class Settler:
             self._runtime.means.lanes.on_compute(writes=[owned])
             owned.mul_(factor)
 
-    def _records(self) -> list[Record]:
+    def _records(self) -> Records:
         """Exchange what this rank has to say with all ranks.
 
         Raises:
@@ -146,16 +146,14 @@ class Settler:
         own = Record(
             step=runtime.num_steps,
             digest=runtime.means.journal.digest,
-            order=hash(tuple((type(e).__name__ == "End", e.unit) for e in runtime.last_trace)) & ((1 << 62) - 1),
+            order=runtime.last_walk.code,
             count=self._count,
             settings=xxhash.xxh64_intdigest("\n".join(settings).encode()) & ((1 << 62) - 1),
-            norms=(),
-            arrived=tuple(slot.index in half.arrived for half in grads for slot in half.site.layout.slots),
-            waiting=tuple(half.has_local for half in grads),
-            late=tuple(unit.index in runtime.late_here for unit in runtime.units),
+            arrived=[slot.index in half.arrived for half in grads for slot in half.site.layout.slots],
+            waiting=[half.has_local for half in grads],
+            late=[unit.index in runtime.late_here for unit in runtime.units],
         )
-        rows = self._exchange(own.pack(self._norms(2.0))).tolist()
-        records = [own.unpack(row) for row in rows]
+        records = Records(self._exchange(own.pack(self._norms(2.0))), own)
         self.agreement.check_records(records, runtime.means.journal, settings)
         return records
 
@@ -200,12 +198,9 @@ class Settler:
         return self.agreement.words(words, f"record of step {self._runtime.num_steps}").cpu()
 
 
-def _by_bucket(buckets: list[Bucket], records: list[Record]) -> dict[int, frozenset[int]]:
-    arrived, position = {}, 0
-    for bucket in buckets:
-        slots = bucket.site.layout.slots
-        arrived[bucket.site.index] = frozenset(
-            slot.index for slot in slots if any(record.arrived[position + slot.index] for record in records)
-        )
-        position += len(slots)
-    return arrived
+def _by_bucket(buckets: list[Bucket], arrived: Sequence[bool]) -> dict[int, frozenset[int]]:
+    flags = iter(arrived)
+    return {
+        bucket.site.index: frozenset(slot.index for slot in bucket.site.layout.slots if next(flags))
+        for bucket in buckets
+    }

@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -44,8 +45,13 @@ class Site:
 
     def bounds(self, depth: int) -> tuple[int, int]:
         """Range of the flat space this rank holds after ``depth`` splits."""
+        return self._bounds[depth]
+
+    @cached_property
+    def _bounds(self) -> tuple[tuple[int, int], ...]:
         coordinates = {axis: comm.rank for axis, comm in self.mesh.items()}
-        return self.placement.slice_range(depth, self.layout.numel, coordinates)
+        depths = range(len(self.placement.axes) + 1)
+        return tuple(self.placement.slice_range(depth, self.layout.numel, coordinates) for depth in depths)
 
     def view(self, buffer: Tensor, base: int, depth: int) -> Tensor:
         """Return the range of ``depth`` inside a buffer that holds the range of ``base``."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from shardwise.runtime.bucket import Bucket
+from shardwise.schedule import Begin, End
 
 __all__ = ["Unit", "Use"]
 
@@ -46,6 +47,7 @@ class Unit:
         self.index = index
         self.name = name
         self.buckets = buckets
+        self.begin, self.end = Begin(index), End(index)  # the same objects each time: traces compare fast
         self.active = 0
         self.uses: set[Use] = set()
         self.recomputes = 0
@@ -80,7 +82,12 @@ class Unit:
     @property
     def backward_is_over(self) -> bool:
         """Whether all gradients are in and every use has its input gradients."""
-        return self.delivered >= self.awaited and not self.uses and self.recomputes == 0
+        return (
+            not self.uses
+            and self.recomputes == 0
+            and len(self.delivered) >= len(self.awaited)  # asked at each gradient
+            and self.delivered >= self.awaited
+        )
 
     def unshard(self) -> None:
         """Start gathering every bucket."""
