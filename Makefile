@@ -44,11 +44,15 @@ check: $(STAMP)  ## style, types, layers, spelling
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell
 
-bench: $(STAMP)  ## run every benchmark in benchmarks/
-	@found=0; for file in benchmarks/*.py; do \
-		[ -e "$$file" ] || continue; \
-		found=1; echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
-	done; [ $$found = 1 ] || echo "no benchmarks: not run"
+bench: $(STAMP)  ## run the short forms of the benchmarks and write benchmarks/RESULTS.md; about 20 minutes
+	$(BIN)/python benchmarks/step.py --reps 1
+	$(BIN)/python benchmarks/wire.py --reps 1 --warmup 2 --steps 4
+	$(BIN)/python benchmarks/memory.py --reps 1 --steps 3
+	$(BIN)/python benchmarks/prefetch.py --reps 1 --warmup 2 --steps 4
+	$(BIN)/python benchmarks/host.py --reps 1
+	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/render.py
 
 gpu-check: $(STAMP)  ## run the tests in tests/gpu where there is a CUDA device
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \

@@ -166,6 +166,7 @@ def shard(
             raise
     managed.seal()
     managed.hooks.attach()
+    means.arena.keep_freed_pages()
     model.__dict__[RESERVED_NAME] = managed
     return model
 

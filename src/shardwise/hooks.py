@@ -79,6 +79,7 @@ class ModelHooks:
         self.runtime = runtime
         self.bindings: dict[int, list[Binding]] = {unit.index: [] for unit in runtime.units}
         self._modules = modules
+        self._lookups = {i: m for i, m in enumerate(modules) if type(m) is nn.Embedding}
         self._check_tree = check_tree
         self._calls: list[_Call] = []
         self._hooks: list[RemovableHandle] = []
@@ -182,6 +183,7 @@ class ModelHooks:
             for binding in self.all_bindings():
                 binding.set_guard(on=True)  # a pre-hook that failed left it off
             self.runtime.begin_root(records=torch.is_grad_enabled())
+            self._find_lookups()
             self._check_tree()
         grad_enabled = torch.is_grad_enabled()
         if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
@@ -208,6 +210,15 @@ class ModelHooks:
                 references=self._count_references(unit) if grad_enabled else [],
             )
         )
+
+    def _find_lookups(self) -> None:
+        """Tell the schedule which units no backward reads: embeddings into which no code of the user's was put.
+
+        What such code does may depend on a rank's data, and then one rank alone would gather in backward.
+        """
+        plain = frozenset(i for i, module in self._lookups.items() if _is_plain(module))
+        if plain != self.runtime.schedule.not_read_backward:
+            self.runtime.schedule = self.runtime.schedule.without_backward_reads(plain)
 
     def _fingerprints(self, unit: Unit) -> list[int]:
         """Look at the parameters' values before and after the forwards of the first step; later steps are trusted."""
@@ -314,6 +325,24 @@ class ModelHooks:
             )
         if not self.runtime.in_backward:
             self.arm()
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    """Whether nothing but the module's own forward, and our hooks, runs in its call and its backward."""
+    everywhere = torch.nn.modules.module  # hooks of all modules
+    theirs = [
+        *everywhere._global_forward_hooks,
+        *everywhere._global_forward_pre_hooks,
+        *everywhere._global_backward_hooks,
+        *everywhere._global_backward_pre_hooks,
+        *module._backward_hooks,
+        *module._backward_pre_hooks,
+        *(hook for hook in module._forward_hooks.values() if not isinstance(hook, _ForwardHook)),
+        *(hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, _ForwardHook)),
+    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        theirs += module.weight._backward_hooks or ()
+    return not theirs and "forward" not in module.__dict__
 
 
 def _accumulator(param: nn.Parameter) -> Any:

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from shardwise.environment import read_variables
 
-__all__ = ["Arena", "Kind", "Ledger", "Slab", "keep_freed_pages"]
+__all__ = ["Arena", "Kind", "Ledger", "Slab"]
 
 # What a user may have said about glibc's allocator; it is left alone then.
 _ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_MIN_MAPPED_BYTES, _MAX_MAPPED_BYTES = 1 << 17, 1 << 25  # glibc's DEFAULT_MMAP_THRESHOLD and its largest
+_PAGE_BYTES = 4096
+_MAX_INT = (1 << 31) - 1
 
 
 class Kind(StrEnum):
@@ -123,12 +126,14 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()
-        if device.type == "cpu":
-            keep_freed_pages()
+        self._largest_slab_bytes = self._slab_bytes = 0
 
     def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
         """Return an empty slab of ``numel`` elements."""
-        return Slab(self, kind, numel, dtype)
+        slab = Slab(self, kind, numel, dtype)
+        self._largest_slab_bytes = max(self._largest_slab_bytes, slab.num_bytes)
+        self._slab_bytes += slab.num_bytes
+        return slab
 
     def persistent(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat tensor that rests until ``drop``."""
@@ -141,22 +146,25 @@ class Arena:
         self.ledger.add(kind, -tensor.nbytes)
         self.resize(tensor, 0)
 
+    def keep_freed_pages(self) -> bool:
+        """Let glibc keep as much freed memory as the slabs have, for the next step; return whether it was asked to.
+
+        Gradients and gathered parameters come and go in every step. glibc gives the free end of its heap back when it
+        is twice as long as the largest block it has mapped and freed, and each step faults the pages in again, zeroed:
+        40,000 faults with 53 million parameters, a tenth of the step. Here that limit becomes the size of all slabs,
+        in this process; the other one becomes what the largest slab would have made of it (at most 32 MiB).
+        Source: measured, docs/log.md.
+        """
+        if self.device.type != "cpu" or read_variables(_ALLOCATOR_VARIABLES):
+            return False
+        try:
+            mallopt = ctypes.CDLL(None).mallopt
+        except (AttributeError, OSError, TypeError):  # not glibc
+            return False
+        mapped_bytes = min(max(self._largest_slab_bytes + _PAGE_BYTES, _MIN_MAPPED_BYTES), _MAX_MAPPED_BYTES)
+        kept_bytes = min(max(self._slab_bytes, 2 * mapped_bytes), _MAX_INT)
+        return bool(mallopt(_M_MMAP_THRESHOLD, mapped_bytes) and mallopt(_M_TRIM_THRESHOLD, kept_bytes))
+
     def resize(self, tensor: Tensor, num_bytes: int) -> None:
         """Change the memory behind a flat tensor; its storage object stays."""
         tensor.untyped_storage().resize_(num_bytes)
-
-
-def keep_freed_pages() -> bool:
-    """Let glibc keep what is freed for the next allocation, in this process; return whether it was asked to.
-
-    Gradients and gathered parameters come and go in every step. Otherwise each time their pages go back to the system
-    and are faulted in again, zeroed: 40,000 faults a step with 53 million parameters, a tenth of the step. The largest
-    resident set stays as it is, but it does not shrink between the peaks. Source: measured, docs/log.md.
-    """
-    if read_variables(_ALLOCATOR_VARIABLES):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_MMAP_MAX, 0))

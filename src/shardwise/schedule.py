@@ -7,6 +7,7 @@ runtime asks it at each event and does what it says.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from shardwise.errors import ConfigError
 
@@ -64,6 +65,7 @@ class Schedule:
         prefetch: number of units to gather ahead.
         reductions_in_flight: buckets whose gradients may travel while the backward goes on; each holds its slab.
         keep_last: keep the units that no other unit follows from forward to backward.
+        not_read_backward: units whose parameters no backward reads, such as embeddings: not gathered there.
     """
 
     num_units: int
@@ -72,6 +74,7 @@ class Schedule:
     prefetch: int = 1
     reductions_in_flight: int = 2
     keep_last: bool = True
+    not_read_backward: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.prefetch < 0 or self.reductions_in_flight < 0:
@@ -83,6 +86,10 @@ class Schedule:
     def agreed(self, trace: tuple[TraceEvent, ...]) -> "Schedule":
         """Return the schedule with another agreed order."""
         return replace(self, trace=trace)
+
+    def without_backward_reads(self, units: frozenset[int]) -> "Schedule":
+        """Return the schedule in which backward leaves exactly these units ungathered."""
+        return replace(self, not_read_backward=units)
 
     def with_late(self, units: frozenset[int]) -> "Schedule":
         """Return the schedule with more units that are reduced at the end of a backward."""
@@ -121,7 +128,8 @@ class Schedule:
         if position is None:
             return ()
         if backward:
-            return self.forward_order[max(position - self.prefetch, 0) : position][::-1]
+            before = (self.forward_order[i] for i in range(position - 1, -1, -1))
+            return tuple(islice((u for u in before if u not in self.not_read_backward), self.prefetch))
         return self.forward_order[position + 1 : position + 1 + self.prefetch]
 
     @cached_property

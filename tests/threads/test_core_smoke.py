@@ -21,7 +21,7 @@ from shardwise.comm.base import Mesh, Verb, rank_order_mean
 from shardwise.comm.recording import Log, record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
-from shardwise.schedule import Begin
+from shardwise.schedule import Begin, End, Walk
 from shardwise.testing.compare import (
     Case,
     MicroBatches,
@@ -220,7 +220,7 @@ def test_bf16_parameters_follow_fp32_masters(stage: int) -> None:
 FORWARD = ["use 0", "use 1", "use 2"]
 REFRESH = ["refresh 0", "refresh 1", "refresh 2"]
 # A scatter is posted when a unit's gradients are in, what follows it when its turn to be waited for has come.
-REPLICATED = ["scatter 2", "scatter 1", "regather 2", "scatter 0", "regather 1", "regather 0"]
+REPLICATED = ["scatter 2", "scatter 1", "regather 2", "regather 1", "scatter 0", "regather 0"]
 SENT: Mapping[int, list[str]] = {
     0: [*FORWARD, *REPLICATED],
     1: [*FORWARD, "scatter 2", "scatter 1", "scatter 0", *REFRESH],
@@ -260,6 +260,65 @@ def test_first_step_gathers_each_unit_twice() -> None:
     forward = ["gather 0", "gather 1", "gather 2"]
     backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"]
     assert run2(body)[0] == forward + backward
+
+
+class Lookups(nn.Module):
+    """Two embeddings, the second in the middle; ``reads`` computes with a weight, so that a backward reads it.
+
+    That may depend on the data: "on rank 0" does it for long inputs alone.
+    """
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second = nn.Embedding(5, WIDTH), nn.Embedding(7, WIDTH)
+        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+        if reads:
+
+            def read(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+                return output @ module.weight.T @ module.weight if reads == "read" or output.shape[1] == 2 else output
+
+            self.first.register_forward_hook(read)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.inner(self.first(tokens))) + self.second(tokens))
+        return out
+
+
+@pytest.mark.parametrize("reads", ["", "read", "on rank 0"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_embeddings_are_gathered_in_backward_only_if_it_may_read_them(prefetch: int, reads: str) -> None:
+    def tokens(rank: int, step: int) -> Tensor:
+        return torch.tensor([[0, 1, 4], [2, 2, 3]])[:, : 2 + rank]
+
+    plain = Lookups(reads)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        (sum(loss_of(plain, tokens(rank, step)) for rank in range(2)) / 2).backward()
+        reference.step()
+        reference.zero_grad()
+
+    def body(mesh: Mesh) -> Any:
+        recorded, log = record(mesh)
+        units = lambda module: isinstance(module, nn.Embedding | nn.Linear)  # noqa: E731
+        model = shardwise.shard(Lookups(reads), recorded, stage=3, units=units, prefetch=prefetch)
+        optimizer = sgd(model)
+        for step in range(3):
+            log.clear()
+            loss = loss_of(model, tokens(mesh["data"].rank, step))
+            log.events.append("backward")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        backward = sent(log)[sent(log).index("backward") :]
+        return shardwise.full_parameters(model), [event for event in backward if event.startswith("gather")]
+
+    found, gathered = run2(body)[0]
+    assert_close(found, {name: param.detach() for name, param in plain.named_parameters()})
+    assert gathered == ["gather inner", *(["gather first"] if reads else [])]  # the last unit was kept
 
 
 @all_stages
@@ -1788,6 +1847,21 @@ def test_mean_is_summed_in_rank_order() -> None:
     assert out.item() == pytest.approx(9 / 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", range(4))
+def test_mean_may_replace_any_of_its_parts(number: int, dtype: torch.dtype) -> None:
+    parts = [torch.tensor([value, -value], dtype=dtype) for value in (1.0, 2.0, 4.0, 9.0)]
+    kept = [part.clone() for part in parts]
+    rank_order_mean(parts, parts[number].view(-1), sum=torch.float32)
+    assert parts[number].tolist() == [4.0, -4.0]
+    assert all(torch.equal(parts[i], kept[i]) for i in range(4) if i != number)
+
+
+def test_walk_knows_where_a_unit_was_used_first_and_last() -> None:
+    walk = Walk((Begin(0), End(0), Begin(1), End(1), Begin(0), End(0)))
+    assert (walk.first_begin, walk.last_end) == ({0: 0, 1: 2}, {0: 5, 1: 3})
+
+
 def test_gradients_are_rounded_to_the_wire_and_summed_wider() -> None:
     values = (1.0 + 2**-7, 2.0**-9, 2.0**-9)  # bf16 holds each; their sum in bf16 loses the small ones
 
@@ -1801,3 +1875,31 @@ def test_gradients_are_rounded_to_the_wire_and_summed_wider() -> None:
         return float(shardwise.full_gradients(model)["weight"])
 
     assert run_ranks(3, body, timeout=5) == [float(torch.tensor(sum(values)) / 3)] * 3
+
+
+@all_stages
+def test_gradient_replaced_through_data_lasts_one_step(stage: int) -> None:
+    plain = make_model()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.data = param.grad.data * 0.5
+
+    reference.register_step_pre_hook(halve)
+    for step in range(3):
+        (sum(loss_of(plain, rows(rank, step)) for rank in range(2)) / 2).backward()
+        reference.step()
+        reference.zero_grad()
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(make_model(), mesh, stage=stage)
+        optimizer = sgd(model)
+        optimizer.register_step_pre_hook(halve)
+        for step in range(3):
+            loss_of(model, rows(mesh["data"].rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return shardwise.full_parameters(model)
+
+    assert_close(run2(body)[0], {name: param.detach() for name, param in plain.named_parameters()})

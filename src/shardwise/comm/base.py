@@ -139,7 +139,7 @@ def part(buffer: Tensor, index: int, num_parts: int) -> Tensor:
 
 
 def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> None:
-    """Add ``parts`` one after the other in ``sum``, divide by their number, round once into ``out``.
+    """Add ``parts`` (of one dtype) one after the other in ``sum``, divide by their number, round once into ``out``.
 
     ``out`` may be one of the parts. ``torch.sum`` over stacked parts would not keep the order (its result depends on
     the column), and a product with the reciprocal would round twice for three ranks.
@@ -148,7 +148,7 @@ def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> No
     if others and first.dtype == others[0].dtype == sum:
         in_place = out.dtype == sum and not any(is_same_memory(out, other) for other in others[1:])
         total = torch.add(first, others.pop(0), out=out if in_place else None)
-    elif out.dtype == sum and not any(is_same_memory(out, other) for other in others):
+    elif out.dtype == sum:
         total = out.copy_(first)
     else:
         total = first.to(sum, copy=True)

@@ -35,7 +35,6 @@ class BucketFragments:
         }
         self.params = {index: self._make(part) for index, part in self.parts.items()}
         self._known_versions = self._versions()
-        self._grads: dict[int, Tensor] = {}  # by slot: views for the length of a step, made once
         self._have_grads = False
         self._cast: Slab | None = None
         dtypes = site.dtypes
@@ -72,7 +71,8 @@ class BucketFragments:
         self._have_grads = True
         for index, param in self.params.items():
             given = source is not None and index in wanted
-            param.grad = self._grad_view(source, index) if given and source is not None else None
+            # A new view each time: what a user did to the last one, by .data or an attribute, must not last.
+            param.grad = self._cut(source, self.parts[index]) if given and source is not None else None
 
     def drop_grads(self) -> None:
         """Take the gradients away and free what their cast needed."""
@@ -97,12 +97,6 @@ class BucketFragments:
 
     def _versions(self) -> int:
         return sum([param._version for param in self.params.values()])
-
-    def _grad_view(self, source: Tensor, index: int) -> Tensor:
-        """Return the fragment's part of the final gradient or of its cast; both always are the same memory object."""
-        if index not in self._grads:
-            self._grads[index] = self._cut(source, self.parts[index])
-        return self._grads[index]
 
     def _cut(self, owned: Tensor, part: Fragment) -> Tensor:
         offset = part.flat_start - self._start

@@ -141,7 +141,8 @@ class Runtime:
         Autograd runs the nodes that were made last first. So every unit that began after this one ended is through,
         also if this rank's data left some of its weights without a gradient: it is reduced now, as on the other ranks.
         """
-        unit.unshard()
+        if unit.index not in self.schedule.not_read_backward:
+            unit.unshard()
         self._prefetch(unit, backward=True)
         backward = self._running()
         backward.horizon = min(backward.horizon, self.last_walk.last_end.get(unit.index, inf))

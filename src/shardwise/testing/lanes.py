@@ -23,7 +23,7 @@ from shardwise.memory import Arena
 
 __all__ = ["Instruments", "OrderChecker", "PoisonArena", "Policy"]
 
-# "posted": the first transfers are posted at once, the rest runs in the wait (what ``HostLane`` does). "now": a job
+# "posted": the first transfers are posted at once, the rest of each in its wait. "now": a job
 # runs to its end at once. "late": nothing of it runs before the wait. "seeded": one of the three, drawn for each job.
 Policy = Literal["posted", "now", "late", "seeded"]
 _PACKAGE = str(Path(__file__).parents[1])
