@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.numerics.norm import ROW_NUMEL, check_norm_type, combine_norms, fast_norms, scaled_norm
+from shardwise.numerics.norm import ROW_NUMEL, check_norm_type, combine_norms, combine_rows, fast_norms, scaled_norm
 
 PROPERTY = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
@@ -174,3 +175,19 @@ def test_positive_order_is_accepted(order: float) -> None:
 def test_order_that_is_not_positive_is_refused(order: float) -> None:
     with pytest.raises(ConfigError, match="norm_type must be a positive number or inf, got"):
         check_norm_type(order)
+
+
+def test_rows_combine_as_one_after_the_other() -> None:
+    rows = [
+        [0.0, 0.0, 0.0],
+        [3.0, 0.0, 4.0],
+        [1e200, 1e200, 2e-200],
+        [1e-200, 3e-200, 5e-310],
+        [math.inf, 1e200, 1.0],
+        [1e200, math.nan, math.inf],
+        [0.1, 0.7, 1 / 3],
+    ]
+    found = combine_rows(numpy.array(rows))
+    for norm, row in zip(found, rows, strict=True):
+        assert norm == combine_norms(row) or (math.isnan(norm) and math.isnan(combine_norms(row)))
+    assert combine_rows(numpy.zeros((2, 0))) == [0.0, 0.0]

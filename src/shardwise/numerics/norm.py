@@ -81,7 +81,7 @@ def combine_rows(norms: NDArray[numpy.float64]) -> list[float]:
     largest = norms.max(axis=1, initial=0.0)  # NaN wins
     scale = numpy.where((largest > 0) & numpy.isfinite(largest), largest, 1.0)
     totals = numpy.zeros(len(norms))
-    with numpy.errstate(invalid="ignore"):  # inf and NaN: those rows are their largest part
+    with numpy.errstate(invalid="ignore", over="ignore"):  # rows with inf or NaN, which are their largest part
         for column in norms.T:
             part = column / scale
             totals += part * part
