@@ -1,4 +1,4 @@
-"""Time to quality: python benchmarks/quality.py --limit-mib 260 --target-loss 2.2
+"""Time to quality: python benchmarks/quality.py --limit-mib 130 --target-loss 2.6
 
 Every system trains one GPT on real text to one held-out loss, each with the largest batch whose measured peak of live
 heap bytes stays under one limit: what the memory that sharding frees is worth. Evaluation is not in the seconds.
@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--size", default="text")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit-mib", type=float, default=260.0)
-    parser.add_argument("--target-loss", type=float, default=2.2)
+    parser.add_argument("--limit-mib", type=float, default=130.0)
+    parser.add_argument("--target-loss", type=float, default=2.6)
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
