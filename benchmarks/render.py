@@ -9,8 +9,8 @@ HEAD = """# Results
 
 Written by `python benchmarks/render.py` from the last run of each benchmark. Times are medians of steps, systems take
 turns in one run (A B C, A B C), every run starts fresh processes, and all train the same model on the same data: the
-losses are compared, and a difference is printed as a warning. Read the ratios: machines differ. "Foreign" is the share
-of the machine's busy time that other programs had.
+losses are compared. Warnings name differences, and runs beside which other programs used the machine. Read the ratios:
+machines differ.
 """
 
 
