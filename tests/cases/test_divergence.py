@@ -218,3 +218,35 @@ def test_settings_of_a_step_are_compared_every_time() -> None:
 
     errors = run_ranks(2, body, return_exceptions=True)
     assert all(isinstance(error, RankMismatchError) and "settings of step 2" in str(error) for error in errors)
+
+
+class Sometimes(nn.Module):
+    """Uses its weight for positive data only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) if bool(x[0, 0] > 0) else x
+        return out
+
+
+@all_stages
+def test_backward_that_reaches_no_parameter_on_one_rank_is_named_on_all(stage: int) -> None:
+    """A unit called by itself; in a call of the root some parameter learns on every rank."""
+
+    def body(mesh: Mesh) -> None:
+        model = nn.Sequential(Sometimes(), nn.Linear(8, 8))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.1)
+        model = shardwise.shard(model, mesh, stage=stage, units=Sometimes)
+        optimizer = shardwise.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        x = torch.full((4, 8), 1.0 - 2.0 * mesh["data"].rank, requires_grad=True)
+        model[0](x).square().sum().backward()
+        optimizer.step()
+
+    errors = run_ranks(2, body, timeout=1, return_exceptions=True)
+    assert all(isinstance(error, RankMismatchError) for error in errors), errors
+    assert any("did not come" in str(error) for error in errors)

@@ -432,17 +432,30 @@ class Discard(Op):
         worker.pending.clear()
 
 
+def learns_on_every_rank(module: nn.Module) -> bool:
+    """Whether some trainable weight is used whatever the data are."""
+    leaves = [leaf for leaf in module.modules() if isinstance(leaf, LeafModule) and leaf.kind != "sometimes"]
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(param.requires_grad for leaf in leaves for param in leaf.parameters())
+
+
 @dataclass(frozen=True)
 class Part(Op):
-    """Forward and backward of one unit by itself."""
+    """Forward and backward of one unit by itself, if it has a weight that every rank's data uses.
+
+    A backward that reaches no parameter on one rank cannot be told there from one that shall reduce nothing.
+    """
 
     which: int = 0
     window: str = "sync"
 
     def local(self, worker: Worker) -> None:
         if worker.unit_modules:
+            module = worker.unit_modules[self.which % len(worker.unit_modules)]
+            if not learns_on_every_rank(module):
+                return
             h, _ = worker.batch()
-            out = run(worker.unit_modules[self.which % len(worker.unit_modules)], h.requires_grad_())
+            out = run(module, h.requires_grad_())
             worker.note("output of a part", out)
             worker.backward(torch.log1p(out.square()).mean(), self.window)
 
