@@ -4,12 +4,11 @@ Microseconds of Python and dispatch per block, over those of the plain loop, wit
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 
-from common.harness import FOLDER, Report, arguments
+from common.harness import Report, arguments, environment, result_of
 
 SYSTEMS = ("compute", "ddp", "fsdp2", "shardwise0", "shardwise1", "shardwise2", "shardwise3")
 _TIMEOUT_SECONDS = 300.0
@@ -17,22 +16,17 @@ _TIMEOUT_SECONDS = 300.0
 
 def measure(system: str, blocks: int, ranks: int, steps: int) -> list[float]:
     """Return microseconds per block: forward, backward, optimizer, whole step."""
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     task = json.dumps({"system": system, "blocks": blocks, "ranks": ranks, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-m", "common.host_job", task],
-        env=env,
+        env=environment(),
         text=True,
         capture_output=True,
         timeout=_TIMEOUT_SECONDS,
         check=False,
     )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result: list[float] = json.loads(line.removeprefix("RESULT "))
-            return result
-    raise RuntimeError(f"{system}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    result: list[float] = result_of(done.stdout + done.stderr, system)
+    return result
 
 
 def main() -> None:

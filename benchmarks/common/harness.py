@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from common.network import Network
+from common.network import INTERFACE, Network
 from common.systems import is_installed
 from common.task import Task
 
@@ -100,6 +100,24 @@ class Outcome:
         }
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of a process that is measured: one thread, and the modules of this folder."""
+    paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
+
+
+def result_of(text: str, who: str) -> Any:
+    """Return what a measured process printed in its line of RESULT and JSON.
+
+    Raises:
+        RuntimeError: there is none; the text is the end of what it printed.
+    """
+    for line in text.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    raise RuntimeError(f"{who} failed:\n{text[-3000:]}")
+
+
 def run_once(task: Task, network: Network | None = None, heap: Path | None = None) -> list[dict[str, Any]]:
     """Run a task in fresh processes and return what each rank measured.
 
@@ -107,8 +125,7 @@ def run_once(task: Task, network: Network | None = None, heap: Path | None = Non
         RuntimeError: it failed or ran too long; the text is the end of what rank 0 printed.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
-        env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="bench0" if network else "lo")
-        env["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = dict(environment(), GLOO_SOCKET_IFNAME=INTERFACE if network else "lo")
         if heap is not None:
             env["LD_PRELOAD"] = str(heap)
         processes: list[subprocess.Popen[str]] = []
@@ -131,11 +148,8 @@ def run_once(task: Task, network: Network | None = None, heap: Path | None = Non
                     except subprocess.TimeoutExpired:
                         process.kill()
                         process.wait()
-    for line in text.splitlines():
-        if line.startswith("RESULT "):
-            rows: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
-            return rows
-    raise RuntimeError(f"{task.label} {task.size} failed:\n{text[-3000:]}")
+    rows: list[dict[str, Any]] = result_of(text, f"{task.label} {task.size}")
+    return rows
 
 
 def compare(
