@@ -20,6 +20,9 @@ from shardwise.api import (
     unshard_model,
     unsharded,
 )
+from shardwise.checkpoint.background import PendingSave
+from shardwise.checkpoint.calls import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.load import Loaded
 from shardwise.engine import Engine
 from shardwise.errors import (
     CheckpointError,
@@ -45,9 +48,11 @@ __all__ = [
     "ConfigError",
     "Engine",
     "LayoutError",
+    "Loaded",
     "LossScale",
     "NonFiniteError",
     "OffloadError",
+    "PendingSave",
     "Precision",
     "RankMismatchError",
     "Recipe",
@@ -66,12 +71,14 @@ __all__ = [
     "full_state_dict",
     "hybrid",
     "initialize",
+    "load_checkpoint",
     "local_gradients",
     "local_optimizer_state",
     "local_parameters",
     "measured_bytes",
     "no_sync",
     "plan",
+    "save_checkpoint",
     "scale_loss",
     "shard",
     "shard_optimizer",

@@ -4,9 +4,10 @@ It hangs on the root module under the one reserved name, and refuses to be copie
 ``deepcopy(model)`` and ``pickle`` raise instead of producing a model of empty tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.binding import Binding
 from shardwise.build import Member, Settings, plan_buckets
 from shardwise.comm.base import Mesh, reserve
+from shardwise.comm.council import Council
 from shardwise.errors import ConfigError, StateError
 from shardwise.hooks import ModelHooks, backward_is_running
 from shardwise.modules import UnitModule, collect_params
@@ -44,6 +46,17 @@ class OptimizerHook(Protocol):
 
     def are_fragments_edited(self) -> bool:
         """Whether its fragments were edited outside its step."""
+
+
+class Pending(Protocol):
+    """A save that goes on beside training."""
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+
+    def wait(self) -> Path:
+        """Wait for its end on all ranks. Collective."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,9 @@ class Managed:
         self.optimizers: list[OptimizerHook] = []
         self.loans = Loans()
         self.is_released = False
+        self.council = Council(mesh, f"model-{settler.agreement.index}")
+        self.pending_save: Pending | None = None
+        self.each_step: list[Callable[[], None]] = []  # collective, called by every optimizer before it moves
         settler.describe = lambda: [optimizer.settings() for optimizer in self.optimizers]
         self.hooks = ModelHooks(runtime, [unit.module for unit in units], self.check_tree)
         self._bindings: dict[int, Binding] = {}  # by id of the parameter
@@ -308,6 +324,10 @@ class Managed:
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         """Masters of ``buckets`` changed: refresh the parameters and let autograd notice graphs that are stale now."""
         self.runtime.end_step(buckets)
+        self.note_update(buckets)
+
+    def note_update(self, buckets: Sequence[Bucket]) -> None:
+        """Parameters of ``buckets`` changed by our own hand: graphs of before are stale, nobody edited anything."""
         resident = [
             param
             for binding in self._all_bindings()

@@ -97,6 +97,15 @@ class Comm(Protocol):
     def broadcast(self, buffer: Tensor, source: int, key: Key) -> Work | None:
         """Fill ``buffer`` (any length) with rank ``source``'s."""
 
+    def announce(self, topic: str, text: str) -> None:
+        """Leave a text that the other ranks may read. No collective: it waits for nobody, from any thread."""
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return what the ranks announced under a topic, by rank: at once if all did, else what is there in time."""
+
+    def forget(self, topic: str) -> None:
+        """Take this rank's text away, when all have read it."""
+
 
 Mesh = Mapping[str, Comm]  # axis name -> communicator, outermost axis first
 

@@ -49,12 +49,19 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Tell whether all keys are there."""
 
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key."""
+
 
 class Board:
-    """Last words of the ranks of one axis. Best effort: no method raises because the store is gone too."""
+    """What the ranks of one axis tell each other beside their collectives: announcements, and last words.
+
+    Last words are best effort: neither ``write`` nor ``read`` raises because the store is gone too.
+    """
 
     def __init__(self, store: Store, axis: str, rank: int, size: int) -> None:
         self._store = store
+        self._axis = axis
         self._keys = {peer: f"shardwise/{axis}/event/{peer}" for peer in range(size)}
         self._rank = rank
 
@@ -88,3 +95,28 @@ class Board:
             pass
         silent = "did not answer (it was killed, or it is busy elsewhere)"
         return "; ".join(f"rank {peer} {words.get(peer, silent)}" for peer in peers)
+
+    def announce(self, topic: str, text: str) -> None:
+        """Leave a text under a topic."""
+        self._store.set(self._place(topic, self._rank), text)
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return the texts of a topic by rank: at once if all are there, else what came in time."""
+        texts: dict[int, str] = {}
+        missing = list(self._keys)
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while True:
+            for rank in [rank for rank in missing if self._store.check([self._place(topic, rank)])]:
+                texts[rank] = self._store.get(self._place(topic, rank)).decode()
+                missing.remove(rank)
+            if not missing or time.monotonic() >= deadline:
+                return texts
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def forget(self, topic: str) -> None:
+        """Take this rank's text away."""
+        self._store.delete_key(self._place(topic, self._rank))
+
+    def _place(self, topic: str, rank: int) -> str:
+        return f"shardwise/{self._axis}/said/{topic}/{rank}"

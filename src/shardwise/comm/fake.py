@@ -26,6 +26,7 @@ class FakeComm:
         self._rank = rank
         self._size = size
         self._num_reserved = 0
+        self._texts: dict[str, str] = {}
 
     @property
     def rank(self) -> int:
@@ -56,6 +57,18 @@ class FakeComm:
     def broadcast(self, buffer: Tensor, source: int, key: Key) -> Work | None:
         """Leave ``buffer`` as it is."""
         return None
+
+    def announce(self, topic: str, text: str) -> None:
+        """Keep a text."""
+        self._texts[topic] = text
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return this rank's text for every rank: fake ranks agree."""
+        return dict.fromkeys(range(self._size), self._texts[topic]) if topic in self._texts else {}
+
+    def forget(self, topic: str) -> None:
+        """Take a text away."""
+        self._texts.pop(topic, None)
 
 
 class LocalComm(FakeComm):

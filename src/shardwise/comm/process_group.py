@@ -148,6 +148,18 @@ class ProcessGroupComm:
             return _PairedWork(self, call, [], [self._send(buffer, to, call) for to, _ in self._partners()])
         return _PairedWork(self, call, [[self._receive(buffer, source, call)]], [])
 
+    def announce(self, topic: str, text: str) -> None:
+        """Leave a text in the group's store."""
+        self._board.announce(topic, text)
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return what the ranks announced under a topic."""
+        return self._board.announced(topic, seconds)
+
+    def forget(self, topic: str) -> None:
+        """Take this rank's text away."""
+        self._board.forget(topic)
+
     def abort(self, error: BaseException) -> None:
         """Tell the peers that this rank failed with ``error``, and wake those that wait for it.
 

@@ -122,6 +122,18 @@ class RecordingComm:
         self._append("broadcast", key, sent_elements, buffer.dtype)
         return self.comm.broadcast(buffer, source, key)
 
+    def announce(self, topic: str, text: str) -> None:
+        """Leave a text; not logged, since it does not go over the axis."""
+        self.comm.announce(topic, text)
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return what the ranks announced."""
+        return self.comm.announced(topic, seconds)
+
+    def forget(self, topic: str) -> None:
+        """Take this rank's text away."""
+        self.comm.forget(topic)
+
     def abort(self, error: BaseException) -> None:
         """Wake the peers, where ``comm`` can."""
         if isinstance(self.comm, Abortable):

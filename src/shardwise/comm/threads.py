@@ -65,6 +65,7 @@ class Exchange:
         self._num_posts = [0] * size
         self._last: list[Key | None] = [None] * size
         self._failures: dict[int, BaseException | None] = {}  # None: left without an error
+        self._texts: dict[str, dict[int, str]] = {}  # by topic and rank
 
     @property
     def num_open(self) -> int:
@@ -103,6 +104,30 @@ class Exchange:
             meeting.readers.add(rank)
             if len(meeting.readers) == self.size:
                 del self._meetings[token]
+
+    def announce(self, rank: int, topic: str, text: str) -> None:
+        """Leave a text under a topic."""
+        with self._changed:
+            self._texts.setdefault(topic, {})[rank] = text
+            self._changed.notify_all()
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return the texts of a topic: at once if all ranks that are still there left one, else what came in time."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while set(range(self.size)) - set(self._texts.get(topic, {})) - set(self._failures):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                self._changed.wait(remaining)
+            return dict(self._texts.get(topic, {}))
+
+    def forget(self, rank: int, topic: str) -> None:
+        """Take a rank's text away."""
+        with self._changed:
+            self._texts.get(topic, {}).pop(rank, None)
+            if not self._texts.get(topic, True):
+                del self._texts[topic]
 
     def abort(self, rank: int, error: BaseException) -> None:
         """Say that ``rank`` failed: peers that wait for it raise at once."""
@@ -224,6 +249,18 @@ class ThreadComm:
 
         data = buffer.detach().clone() if self._rank == source else None
         return self._post(key, f"broadcast from rank {source}", buffer.numel(), data, buffer.dtype, read)
+
+    def announce(self, topic: str, text: str) -> None:
+        """Leave a text that the other ranks may read."""
+        self.exchange.announce(self._rank, topic, text)
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        """Return what the ranks announced under a topic."""
+        return self.exchange.announced(topic, seconds)
+
+    def forget(self, topic: str) -> None:
+        """Take this rank's text away."""
+        self.exchange.forget(self._rank, topic)
 
     def abort(self, error: BaseException) -> None:
         """Tell the peers that this rank failed with ``error``, and wake those that wait for it."""

@@ -1,5 +1,7 @@
 """The state of a loss scale; the rule is ``precision.LossScale``."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from shardwise.errors import NonFiniteError, StateError
@@ -18,6 +20,16 @@ class LossScaler:
         self._tolerance = rule.hysteresis
         self._loss_was_scaled = False
         self._judged = -1  # the gradients that were judged last, by the number of backwards behind them
+
+    def state(self) -> dict[str, float]:
+        """Return what a later run needs to go on."""
+        return {"scale": self.scale, "clean_steps": self._clean_steps, "tolerance": self._tolerance}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what ``state`` returned; a fixed scale stays what its rule says."""
+        self._clean_steps, self._tolerance = int(state["clean_steps"]), int(state["tolerance"])
+        if self._rule.fixed is None:
+            self.scale = float(state["scale"])
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the scale."""

@@ -179,6 +179,8 @@ class OptimizerLink:
             )
         args, kwargs = _run_closure(args, kwargs)
         self.applied = False
+        for call in tuple(managed.each_step):
+            call()
         managed.clear_failed_forward()
         managed.check_edits()
         settlement = managed.settler.settle()

@@ -98,12 +98,16 @@ def _is_uniform(column: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]") -
 
 
 class Agreement:
-    """Small exchanges between all ranks of a mesh: records, texts, verdicts."""
+    """Small exchanges between all ranks of a mesh: records, texts, verdicts.
+
+    Attributes:
+        index: the bucket number of its exchanges; no other one on this mesh has it.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
         self._device = device
-        self._index = reserve(mesh, 1)
+        self.index = reserve(mesh, 1)
         self._sequence = 0
 
     def words(self, words: Tensor, label: str) -> Tensor:
@@ -111,7 +115,7 @@ class Agreement:
         gathered = words.reshape(-1).to(self._device)
         for comm in reversed(list(self._mesh.values())):
             buffer = gathered.repeat(comm.size, 1)  # fake ranks leave it so: they agree
-            work = comm.all_gather(buffer.view(-1), Key(self._index, Verb.RECORD, self._next(), label))
+            work = comm.all_gather(buffer.view(-1), Key(self.index, Verb.RECORD, self._next(), label))
             if work is not None:
                 work.wait()
             gathered = buffer.view(-1)

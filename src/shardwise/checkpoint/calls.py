@@ -1,0 +1,285 @@
+"""What users call: ``save_checkpoint`` and ``load_checkpoint``."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.background import PendingSave
+from shardwise.checkpoint.contents import Contents, Part, Stateful, collect_contents
+from shardwise.checkpoint.load import Loaded, load, raise_together
+from shardwise.checkpoint.match import LoadOptions
+from shardwise.checkpoint.names import MANIFEST, check_tag
+from shardwise.checkpoint.save import SaveJob, SaveOptions, free_bytes, new_save_id
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.faults import fault_point
+from shardwise.managed import Managed
+from shardwise.numerics.fingerprint import fingerprint
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_SHOWN = 4000
+_SPARE_BYTES = 1 << 20
+
+
+@overload
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    step: int | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    user_state: Any = None,
+    overwrite: bool = False,
+    set_latest: bool = True,
+    keep_last: int | None = None,
+    keep: Collection[str] = (),
+    background: Literal[False] = False,
+    when_pending: Literal["wait", "refuse"] = "wait",
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    step: int | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    user_state: Any = None,
+    overwrite: bool = False,
+    set_latest: bool = True,
+    keep_last: int | None = None,
+    keep: Collection[str] = (),
+    background: Literal[True],
+    when_pending: Literal["wait", "refuse"] = "wait",
+) -> PendingSave: ...
+
+
+@torch.no_grad()
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    step: int | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    user_state: Any = None,
+    overwrite: bool = False,
+    set_latest: bool = True,
+    keep_last: int | None = None,
+    keep: Collection[str] = (),
+    background: bool = False,
+    when_pending: Literal["wait", "refuse"] = "wait",
+) -> Path | PendingSave:
+    """Save a sharded model, its optimizers, and what else a later run needs.
+
+    Collective. Nothing is gathered: every rank writes the part it owns. The checkpoint appears whole, or not at all.
+
+    Args:
+        model: what ``shard`` returned.
+        folder: of the run's checkpoints, shared by all ranks; made if it does not exist.
+        tag: name of the checkpoint; None: ``step-<step>``.
+        step: updates so far, for names and order; None: steps of the model's optimizers.
+        objects: schedulers, loaders, ... by name: what has ``state_dict`` and ``load_state_dict`` of plain values.
+        user_state: anything that JSON can say; ``load_checkpoint`` returns it.
+        overwrite: replace a checkpoint of the same tag; otherwise that is an error.
+        set_latest: let the file ``latest`` name it, which is what loads by default.
+        keep_last: remove whole checkpoints but the last so many, once this one was read back; None: keep all.
+        keep: tags that are never removed.
+        background: return after a copy in memory was made; the rest happens beside training.
+        when_pending: what to do if a save in the background goes on: "wait" for it, or "refuse" with an error.
+
+    Returns:
+        The checkpoint's directory; of a save in the background the ``PendingSave``.
+
+    Raises:
+        ConfigError: an argument is wrong, or something cannot be kept.
+        CheckpointError: it was not saved (the message says what and where); the same on all ranks.
+        StateError: inside a forward or backward, or a save goes on and ``when_pending`` is "refuse".
+        RankMismatchError: some rank did not call it, or with other arguments.
+    """
+    managed = Managed.of(model)
+    check_between_steps(managed, "save_checkpoint")
+    if when_pending not in ("wait", "refuse"):
+        raise ConfigError(f'when_pending must be "wait" or "refuse", got {when_pending!r}')
+    rank = managed.council.rank
+    fault_point("save.begin", rank)
+    if managed.pending_save is not None and when_pending == "wait":
+        managed.pending_save.wait()
+    number = managed.runtime.num_steps if step is None else step
+    problem, options, contents = "", None, None
+    try:
+        if managed.pending_save is not None:
+            raise StateError(f"a save to {managed.pending_save.path} goes on: wait() for it first")
+        options = _options(folder, tag, number, overwrite, set_latest, keep_last, keep)
+        contents = collect_contents(managed, objects or {}, user_state)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        kind: type[Exception] = type(error) if isinstance(error, ConfigError | StateError) else CheckpointError
+    job = None
+    facts: dict[str, Any] = {"problem": problem[:_SHOWN], "save_id": new_save_id()}
+    if options is not None and contents is not None:
+        job = _job(managed, options, contents, facts["save_id"])
+        facts |= {"options": repr(options), "bytes": job.num_bytes, "free": free_bytes(options.folder)}
+    answers = [json.loads(text) for text in managed.council.round("save_checkpoint", json.dumps(facts))]
+    said = [answer["problem"] for answer in answers]
+    if any(said):
+        if not problem:
+            kind = CheckpointError
+        try:
+            raise_together(said, "nothing was saved")
+        except CheckpointError as error:
+            raise kind(str(error)) from None
+    assert job is not None
+    assert options is not None
+    _check_alike(answers, options)
+    job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(managed, job.contents))
+    if background:
+        return PendingSave(managed, replace(job, contents=_snapshot(job.contents)))
+    return job.run(lambda what, text: _exchange(managed, what, text))
+
+
+def load_checkpoint(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    strict: bool = True,
+    weights_only: bool = False,
+    optimizer_state: bool = True,
+    rng: bool = True,
+    verify: bool = True,
+) -> Loaded:
+    """Load a checkpoint into a sharded model, whatever stage and number of ranks saved it.
+
+    Collective. Everything is checked on all ranks first; if anything does not fit, the model stays as it was.
+
+    Args:
+        model: what ``shard`` returned, its optimizers sharded already.
+        folder: of the run's checkpoints.
+        tag: name of the checkpoint; None: what the file ``latest`` names.
+        objects: schedulers, loaders, ... by name, to be given their states.
+        strict: names of parameters and buffers must be the same here and there; otherwise what both have is loaded.
+        weights_only: load parameters and buffers, nothing else.
+        optimizer_state: load the optimizers' states and options.
+        rng: set the random generators of this process as its rank had them.
+        verify: check the hash of every tensor; each is read once across the ranks.
+
+    Returns:
+        What was taken over.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or does not fit; lists everything; the same on all ranks.
+        StateError: inside a forward or backward, or inside ``unsharded``.
+        RankMismatchError: some rank did not call it, or loads another checkpoint.
+    """
+    managed = Managed.of(model)
+    check_between_steps(managed, "load_checkpoint")
+    if any(unit.pins for unit in managed.runtime.units):
+        raise StateError("load_checkpoint: inside unsharded(): leave it first")
+    if managed.pending_save is not None:
+        managed.pending_save.wait()
+    options = LoadOptions(strict=strict, weights_only=weights_only, optimizer_state=optimizer_state, rng=rng)
+    return load(managed, Path(folder).expanduser(), tag, objects or {}, options, verify=verify)
+
+
+def check_between_steps(managed: Managed, what: str) -> None:
+    """Check that no forward or backward is running.
+
+    Raises:
+        StateError: one is.
+    """
+    managed.clear_failed_backward()
+    if managed.hooks.inside():
+        raise StateError(f"{what}: inside a forward or backward: call it between steps")
+
+
+def _options(
+    folder: str | Path,
+    tag: str | None,
+    step: int,
+    overwrite: bool,
+    set_latest: bool,
+    keep_last: int | None,
+    keep: Collection[str],
+) -> SaveOptions:
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"step must be a whole number, at least 0, got {step!r}")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ConfigError(f"keep_last must be at least 1, got {keep_last!r}")
+    return SaveOptions(
+        folder=Path(folder).expanduser(),
+        tag=check_tag(f"step-{step}" if tag is None else tag),
+        step=step,
+        overwrite=bool(overwrite),
+        set_latest=bool(set_latest),
+        keep_last=keep_last,
+        keep=tuple(check_tag(each) for each in keep),
+    )
+
+
+def _job(managed: Managed, options: SaveOptions, contents: Contents, save_id: str) -> SaveJob:
+    return SaveJob(
+        options=options,
+        contents=contents,
+        mesh=tuple((axis, comm.size) for axis, comm in managed.mesh.items()),
+        sharding=str(managed.settings.default),
+        save_id=save_id,
+        rank=managed.council.rank,
+        num_ranks=managed.council.size,
+    )
+
+
+def _check_alike(answers: list[dict[str, Any]], options: SaveOptions) -> None:
+    """Check what all ranks said before anything is written."""
+    unlike = {answer["options"]: rank for rank, answer in reversed(list(enumerate(answers)))}
+    if len(unlike) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(unlike.items(), key=lambda item: item[1]))
+        raise CheckpointError(f"ranks save with unlike arguments, nothing was saved: {listed}")
+    needed = sum(answer["bytes"] for answer in answers) + _SPARE_BYTES
+    free = min(answer["free"] for answer in answers)
+    if needed > free:
+        raise CheckpointError(
+            f"{options.folder}: checkpoint {options.tag!r} needs {needed:,} bytes and {free:,} are free; nothing was "
+            "written. Remove old checkpoints, or pass keep_last"
+        )
+    taken = options.target
+    if taken.exists() or taken.is_symlink():
+        if taken.is_symlink() or not (taken / MANIFEST).exists():
+            raise CheckpointError(f"{taken}: exists and is no checkpoint; it is left alone. Choose another tag")
+        if not options.overwrite:
+            raise CheckpointError(f"{taken}: exists already: choose another tag, or pass overwrite=True")
+
+
+def _without_copies(managed: Managed, contents: Contents) -> Contents:
+    """Leave out buffers that are rank 0's."""
+    buffers = [part for part in contents.parts if part.stored.kind == "buffer"]
+    codes = torch.tensor([fingerprint(part.flat) for part in buffers], dtype=torch.int64)
+    rows = managed.settler.agreement.words(codes, "buffers").cpu()
+    own = managed.council.rank
+    repeated = {part.stored.name for part, column in zip(buffers, rows.T, strict=True) if column[own] == column[0]}
+    if own == 0 or not repeated:
+        return contents
+    kept = tuple(p for p in contents.parts if p.stored.kind != "buffer" or p.stored.name not in repeated)
+    return replace(contents, parts=kept)
+
+
+def _snapshot(contents: Contents) -> Contents:
+    """Copy every tensor to host memory."""
+    parts = tuple(
+        Part(stored=part.stored, start=part.start, flat=part.flat.to("cpu", copy=True)) for part in contents.parts
+    )
+    return replace(contents, parts=parts)
+
+
+def _exchange(managed: Managed, what: str, text: str) -> list[str]:
+    """Tell all ranks a text; a collective, so that a rank that died is noticed."""
+    return managed.settler.agreement.texts(text, f"save_checkpoint: {what}")

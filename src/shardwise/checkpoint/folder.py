@@ -1,0 +1,256 @@
+"""The folder that holds the checkpoints of a run: what is whole, which is the latest, what may go.
+
+A checkpoint becomes visible by one rename. What begins with a dot is not visible: ``.tmp-`` is being written, or was
+when its process died; ``.gone-`` is being removed. Both are cleared by the next save, if their process is dead.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
+from shardwise.checkpoint.names import LATEST, MANIFEST, is_tag, read_small
+from shardwise.errors import CheckpointError
+
+__all__ = [
+    "Found",
+    "clear_leftovers",
+    "commit",
+    "find_checkpoints",
+    "make_temporary",
+    "newest_whole",
+    "read_latest",
+    "read_manifest",
+    "remove",
+    "sync_folder",
+    "write_latest",
+    "write_whole",
+]
+
+_TEMPORARY, _GONE, _OWNER = ".tmp-", ".gone-", ".owner"
+_LATEST_BYTES = 256
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint in a folder; ``problem`` says why it cannot be loaded, as far as its manifest and lengths tell."""
+
+    tag: str
+    path: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint in ``path``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if not path.is_dir() or path.is_symlink():
+        raise CheckpointError(f"{path}: there is no checkpoint")
+    if not (path / MANIFEST).exists():
+        raise CheckpointError(f"{path}: has no {MANIFEST}: {_what_it_is(path)}")
+    return Manifest.decode(read_small(path, MANIFEST, MAX_MANIFEST_BYTES), str(path / MANIFEST))
+
+
+def read_latest(folder: Path) -> str | None:
+    """Return the tag that ``latest`` names; None if there is no such file.
+
+    Raises:
+        CheckpointError: it holds no tag.
+    """
+    if not os.path.lexists(folder / LATEST):
+        return None
+    text = read_small(folder, LATEST, _LATEST_BYTES).decode(errors="replace").removesuffix("\n")
+    if not is_tag(text):
+        raise CheckpointError(f"{folder / LATEST}: names {text!r}, which is no tag of a checkpoint")
+    return text
+
+
+def find_checkpoints(folder: Path) -> list[Found]:
+    """Return the checkpoints of a folder, oldest first (by step, then time)."""
+    found = []
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        path = folder / name
+        if not is_tag(name) or not path.is_dir() or path.is_symlink() or not (path / MANIFEST).exists():
+            continue
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            found.append(Found(tag=name, path=path, manifest=None, problem=str(error)))
+            continue
+        found.append(Found(tag=name, path=path, manifest=manifest, problem=_lengths(path, manifest)))
+    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.time) if each.manifest else (-1, ""))
+
+
+def newest_whole(folder: Path) -> Found | None:
+    """Return the newest checkpoint without a problem."""
+    return next((found for found in reversed(find_checkpoints(folder)) if not found.problem), None)
+
+
+def make_temporary(folder: Path, tag: str, save_id: str) -> Path:
+    """Make the private directory of a save; only this user may look inside until it is committed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{_TEMPORARY}{tag}-{save_id}"
+    path.mkdir(mode=0o700)
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_of(os.getpid())}
+    write_whole(path / _OWNER, json.dumps(owner).encode())
+    return path
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what saves of dead processes of this host left; put back what one had moved aside."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or not path.is_dir() or not path.name.startswith((_TEMPORARY, _GONE)):
+            continue
+        if not _is_owned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    """Make a finished directory visible under its name, in one step.
+
+    Raises:
+        CheckpointError: the name is taken and may not be.
+        OSError: the file system refuses.
+    """
+    (temporary / _OWNER).unlink(missing_ok=True)
+    mask = _umask()
+    for path in temporary.iterdir():
+        path.chmod(0o666 & ~mask)
+    temporary.chmod(0o777 & ~mask)
+    sync_folder(temporary)
+    if not os.path.lexists(target):
+        os.rename(temporary, target)
+    elif overwrite and not target.is_symlink() and (target / MANIFEST).exists():
+        _exchange(temporary, target)
+        shutil.rmtree(temporary)
+    else:
+        raise CheckpointError(f"{target}: exists already")
+    sync_folder(target.parent)
+
+
+def remove(path: Path, save_id: str) -> None:
+    """Make a checkpoint invisible in one step, then remove it."""
+    gone = path.with_name(f"{_GONE}{path.name}-{save_id}")
+    os.rename(path, gone)
+    sync_folder(path.parent)
+    shutil.rmtree(gone)
+
+
+def write_latest(folder: Path, tag: str, save_id: str) -> None:
+    """Let ``latest`` name a checkpoint, in one step."""
+    temporary = folder / f".{LATEST}-{save_id}"
+    try:
+        write_whole(temporary, f"{tag}\n".encode())
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, folder / LATEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a new small file and bring it to the disk."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
+        stream.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Bring names in a directory to the disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def removable(found: Collection[Found], keep_last: int, keep: Collection[str], newest: str) -> Iterator[Found]:
+    """Yield the checkpoints that retention lets go: neither among the last ones, nor named, nor the one just saved."""
+    whole = [each for each in found if not each.problem]
+    last = {each.tag for each in whole[-keep_last:]} | {newest}
+    for each in whole:
+        if each.tag not in last and each.tag not in keep:
+            yield each
+
+
+def _umask() -> int:
+    """Return the mask of this process; asking the system itself would change it for a moment, for all threads."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Let two directories swap names at once; where the file system cannot, one after the other."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = -1
+    if hasattr(libc, "renameat2"):
+        done = libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+        if done and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
+    if done:
+        aside = first.with_name(f"{first.name}-old")
+        os.rename(second, aside)
+        os.rename(first, second)
+        os.rename(aside, first)
+
+
+def _lengths(path: Path, manifest: Manifest) -> str:
+    for index, facts in enumerate(manifest.files):
+        file = path / manifest.file_name(index)
+        try:
+            num_bytes = file.lstat().st_size
+        except OSError:
+            return f"{file} is missing"
+        if num_bytes != facts.bytes:
+            return f"{file} has {num_bytes} bytes, expected {facts.bytes}"
+    return ""
+
+
+def _is_owned(path: Path) -> bool:
+    """Whether the process that made a temporary directory may still be alive."""
+    try:
+        owner = json.loads(read_small(path, _OWNER, 4096))
+        if owner["host"] != socket.gethostname():
+            return True  # of another host: nobody can tell
+        return bool(owner["start"] == _start_of(int(owner["pid"])))
+    except (CheckpointError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process began, in the kernel's own count; None if there is none."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text()
+        return text.rpartition(")")[2].split()[19] + "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _what_it_is(path: Path) -> str:
+    names = {each.name for each in path.iterdir()}
+    if names & {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}:
+        return (
+            "it holds an export of weights, without optimizer state and counters. Load weights with "
+            "initial_values=shardwise.from_weights(...), or pass --weights-only"
+        )
+    if any(name.endswith("_model_states.pt") for name in names):
+        return "it is DeepSpeed's: import it with `shardwise checkpoint convert --from deepspeed`"
+    if ".metadata" in names:
+        return "it is of torch.distributed.checkpoint: import it with `shardwise checkpoint convert --from dcp`"
+    return "it is no checkpoint"

@@ -1,0 +1,229 @@
+"""Loading: everything is checked on all ranks, by name, before the first byte reaches the model."""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.contents import Stateful, links_of
+from shardwise.checkpoint.folder import find_checkpoints, read_latest, read_manifest
+from shardwise.checkpoint.generators import generator_states, prepare_generators
+from shardwise.checkpoint.manifest import DTYPES, Manifest
+from shardwise.checkpoint.match import LoadOptions, Match, match
+from shardwise.checkpoint.names import check_tag
+from shardwise.checkpoint.place import place_buffers, place_optimizer, place_params, wanted_ranges
+from shardwise.checkpoint.plain import from_plain
+from shardwise.checkpoint.save import describe
+from shardwise.checkpoint.source import TensorSource
+from shardwise.checkpoint.verify import verify_share
+from shardwise.errors import CheckpointError, RankMismatchError
+from shardwise.faults import fault_point
+from shardwise.managed import Managed
+
+__all__ = ["Loaded", "load"]
+
+_SHOWN = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load took over.
+
+    Attributes:
+        path: of the checkpoint.
+        tag: its name.
+        step: updates of the run that saved it.
+        user_state: what that run added.
+        fresh: parameters whose optimizer state begins anew, because the checkpoint's optimizer did not have them.
+        dropped: parameters of the checkpoint whose optimizer state has no place here.
+        missing: names of the model that were not in the checkpoint; they keep their values.
+        unexpected: names of the checkpoint that are not in the model.
+    """
+
+    path: Path
+    tag: str
+    step: int
+    user_state: Any
+    fresh: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def resolve_tag(folder: Path, tag: str | None) -> str:
+    """Return the tag to load: the given one, or what ``latest`` names.
+
+    Raises:
+        CheckpointError: there is nothing to load.
+    """
+    if tag is not None:
+        return check_tag(tag)
+    found = read_latest(folder)
+    if found is None:
+        there = ", ".join(each.tag for each in find_checkpoints(folder)[-8:])
+        raise CheckpointError(
+            f"{folder}: has no file `latest`" + (f"; pass a tag, there are {there}" if there else ", and no checkpoint")
+        )
+    return found
+
+
+@torch.no_grad()
+def load(
+    managed: Managed,
+    folder: Path,
+    tag: str | None,
+    objects: Mapping[str, Stateful],
+    options: LoadOptions,
+    *,
+    verify: bool,
+) -> Loaded:
+    """Load a checkpoint on every rank; see ``load_checkpoint``."""
+    council = managed.council
+    rank, num_ranks = council.rank, council.size
+    fault_point("load.begin", rank)
+    path, manifest = _open(managed, folder, tag)
+    fault_point("load.after_manifest", rank)
+    together = _Together(managed, path)
+    matched = together.do("match", lambda: match(managed, manifest, objects, options))
+    if verify:
+        together.do("check", lambda: verify_share(path, manifest, rank, num_ranks))
+    fault_point("load.after_verify", rank)
+    with TensorSource(path, manifest) as source:
+        together.do("open", lambda: source.check(wanted_ranges(managed, matched)))
+        values = manifest.values_of(rank)
+        finish: Callable[[], None] = lambda: None  # noqa: E731
+        if not options.weights_only:
+            if options.rng and rank < manifest.num_ranks:
+                finish = together.do("generators", lambda: _generators(managed, source, rank))
+            else:
+                together.do("generators", lambda: None)
+            together.do("objects", lambda: _load_objects(managed, values.objects, values.extra_state, objects))
+        managed.runtime.empty_grads()
+        place_params(managed, matched, source)
+        place_buffers(managed, matched, source, rank)
+        if not options.weights_only:
+            if options.optimizer_state:
+                for number, link in enumerate(links_of(managed)):
+                    place_optimizer(link, number, matched, source)
+            scaler = managed.runtime.scaler
+            if scaler is not None and values.loss_scale is not None:
+                scaler.load_state(values.loss_scale)
+            managed.runtime.num_steps = values.num_steps
+            finish()
+    fault_point("load.after_place", rank)
+    _tell(matched, options, rank)
+    fault_point("load.end", rank)
+    return Loaded(
+        path=path,
+        tag=manifest.tag,
+        step=manifest.step,
+        user_state=from_plain(values.user),
+        fresh=matched.fresh,
+        dropped=matched.dropped,
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+    )
+
+
+class _Together:
+    """Steps that every rank does for itself and that count for all only if no rank failed."""
+
+    def __init__(self, managed: Managed, path: Path) -> None:
+        self._agreement = managed.settler.agreement
+        self._path = path
+
+    def do(self, what: str, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` does on this rank.
+
+        Raises:
+            CheckpointError: it failed on some rank; the same on all.
+        """
+        problem, result = "", None
+        try:
+            result = work()
+        except Exception as error:
+            problem = describe(error)
+        said = self._agreement.texts(problem[:_SHOWN], f"load_checkpoint: {what}")
+        raise_together(said, f"{self._path} was not loaded, the model is as it was")
+        return result
+
+
+def raise_together(said: list[str], outcome: str) -> None:
+    """Raise the same error on every rank if some rank said something.
+
+    Raises:
+        CheckpointError: with what was said, and by whom unless all say the same.
+    """
+    told = {text: rank for rank, text in reversed(list(enumerate(said))) if text}
+    if told:
+        alike = len(told) == 1 and all(said)
+        listed = next(iter(told)) if alike else "; ".join(f"rank {rank}: {text}" for text, rank in told.items())
+        raise CheckpointError(f"{outcome}. {listed[:_SHOWN]}")
+
+
+def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manifest]:
+    """Let all ranks find the same manifest."""
+    problem, manifest, found = "", None, ""
+    try:
+        found = resolve_tag(folder, tag)
+        manifest = read_manifest(folder / found)
+    except Exception as error:
+        problem = describe(error)
+    identity = manifest.save_id if manifest else ""
+    answers = [
+        json.loads(text)
+        for text in managed.council.round("load_checkpoint", json.dumps([problem[:_SHOWN], found, identity]))
+    ]
+    raise_together([text for text, _, _ in answers], f"nothing was loaded from {folder}")
+    if manifest is None or len({(name, save) for _, name, save in answers}) > 1:
+        listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, _) in enumerate(answers))
+        raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
+    return folder / found, manifest
+
+
+def _generators(managed: Managed, source: TensorSource, rank: int) -> Callable[[], None]:
+    now, _ = generator_states(managed.device)
+    found = {}
+    for item in source.manifest.stored:
+        if item.kind == "rng" and item.name in now and any(piece.file == rank for piece in item.pieces):
+            if item.shape != tuple(now[item.name].shape) or DTYPES[item.dtype] != now[item.name].dtype:
+                raise CheckpointError(f"the state of {item.name}'s random generator has the shape {item.shape}")
+            found[item.name] = torch.empty(item.numel, dtype=DTYPES[item.dtype])
+            source.read_copy(item, rank, found[item.name])
+    return prepare_generators(found, source.manifest.values_of(rank).generators, managed.device)
+
+
+def _load_objects(
+    managed: Managed, saved: Mapping[str, Any], extra: Mapping[str, Any], objects: Mapping[str, Stateful]
+) -> None:
+    """Give every object its state; put the old ones back if one refuses."""
+    states = {name: from_plain(saved[name]) for name in objects}
+    modules = dict(managed.model.named_modules())
+    extras = {name: from_plain(value) for name, value in extra.items() if name in modules}
+    before = {name: copy.deepcopy(item.state_dict()) for name, item in objects.items()}
+    try:
+        for name, item in objects.items():
+            item.load_state_dict(states[name])
+        for name, value in extras.items():
+            modules[name].set_extra_state(value)
+    except Exception as error:
+        for name, item in objects.items():
+            item.load_state_dict(before[name])
+        raise CheckpointError(f"a state was refused: {type(error).__name__}: {error}") from error
+
+
+def _tell(matched: Match, options: LoadOptions, rank: int) -> None:
+    if rank or options.weights_only:
+        return
+    for names, what in (
+        (matched.fresh, "are new to the optimizer and begin without its state"),
+        (matched.dropped, "had optimizer state that has no place here"),
+    ):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            warnings.warn(f"load_checkpoint: {', '.join(names[:8])}{more} {what}", stacklevel=4)

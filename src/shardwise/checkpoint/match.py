@@ -1,0 +1,235 @@
+"""What of a checkpoint goes where in a model: by name, never by position; and everything that does not fit, at once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.contents import (
+    NOT_KEPT,
+    Stateful,
+    links_of,
+    optimizer_class,
+    persistent_buffers,
+    real_view,
+)
+from shardwise.checkpoint.manifest import DTYPES, Group, Manifest, Stored
+from shardwise.checkpoint.plain import from_plain
+from shardwise.errors import CheckpointError
+from shardwise.managed import Managed
+from shardwise.modules import collect_params
+from shardwise.optim.shard import OptimizerLink
+
+__all__ = ["LoadOptions", "Match", "match"]
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a load shall take over; see ``load_checkpoint``."""
+
+    strict: bool = True
+    weights_only: bool = False
+    optimizer_state: bool = True
+    rng: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """Names of the model with what the checkpoint has for them.
+
+    Attributes:
+        params: parameter of the model -> tensor.
+        names: parameter of the model -> its name in the checkpoint.
+        buffers: buffer of the model -> tensor.
+        groups: for each optimizer that is loaded: for each group, the options to take over.
+        fresh: parameters of optimizers that the checkpoint's optimizers did not have.
+        dropped: parameters whose optimizer state has no place here.
+        missing: names of the model that are not in the checkpoint (empty if ``strict``).
+        unexpected: names of the checkpoint that are not in the model (empty if ``strict``).
+    """
+
+    params: Mapping[str, Stored]
+    names: Mapping[str, str]
+    buffers: Mapping[str, Stored]
+    groups: Sequence[Sequence[Mapping[str, Any]]] = ()
+    fresh: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass
+class _Problems:
+    lists: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str) -> None:
+        self.lists.setdefault(kind, []).append(text)
+
+    def raise_any(self, where: str) -> None:
+        if self.lists:
+            told = []
+            for kind, texts in self.lists.items():
+                more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+                told.append(f"{kind}: {', '.join(texts[:_SHOWN])}{more}")
+            raise CheckpointError(f"{where} does not fit, nothing was loaded. {'; '.join(told)}")
+
+
+def match(managed: Managed, manifest: Manifest, objects: Mapping[str, Stateful], options: LoadOptions) -> Match:
+    """Find the place of everything.
+
+    Raises:
+        CheckpointError: lists all names that are missing, unexpected, of other shapes, and all else that differs.
+    """
+    problems = _Problems()
+    params, names = _params(managed.model, manifest, options, problems)
+    missing = [p.name for p in collect_params(managed.model) if p.name not in params]
+    used = set(names.values())
+    unexpected = [param.name for param in manifest.params if param.name not in used]
+    buffers = _buffers(managed.model, manifest, options, problems, missing, unexpected)
+    groups: list[list[dict[str, Any]]] = []
+    fresh: list[str] = []
+    dropped: list[str] = []
+    if not options.weights_only and options.optimizer_state:
+        groups = _optimizers(managed, manifest, names, problems, fresh, dropped)
+    if not options.weights_only:
+        saved = manifest.values.objects
+        absent = [name for name in objects if name not in saved]
+        if absent:
+            problems.add("the checkpoint has no state of", ", ".join(absent))
+        if (managed.runtime.scaler is not None) and manifest.values.loss_scale is None and options.strict:
+            problems.add("the checkpoint has no loss scale", "this model trains in fp16 with one, pass strict=False")
+    problems.raise_any(f"checkpoint {manifest.tag!r}")
+    return Match(
+        params=params,
+        names=names,
+        buffers=buffers,
+        groups=groups,
+        fresh=tuple(fresh),
+        dropped=tuple(dropped),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+    )
+
+
+def _params(
+    model: nn.Module, manifest: Manifest, options: LoadOptions, problems: _Problems
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    known = {name: param.name for param in manifest.params for name in (param.name, *param.aliases)}
+    found: dict[str, Stored] = {}
+    names: dict[str, str] = {}
+    for p in collect_params(model):
+        candidates = sorted({known[name] for name in (p.name, *p.aliases) if name in known})
+        if not candidates:
+            if options.strict:
+                problems.add("missing in the checkpoint", p.name)
+            continue
+        if len(candidates) > 1 and options.strict:
+            problems.add("tied in the model but not in the checkpoint", " and ".join(candidates))
+        item = manifest.by_key[f"param.{candidates[0]}"]
+        if item.shape != tuple(p.param.shape):
+            problems.add("of another shape", f"{p.name} {item.shape} for {tuple(p.param.shape)}")
+        elif DTYPES[item.dtype].is_floating_point is not p.param.dtype.is_floating_point:
+            problems.add("of another kind", f"{p.name} {item.dtype} for {p.param.dtype}")
+        found[p.name], names[p.name] = item, candidates[0]
+    used = {known[name] for p in collect_params(model) for name in (p.name, *p.aliases) if name in known}
+    for param in manifest.params if options.strict else ():
+        if param.name not in used:
+            problems.add("not in the model", param.name)
+    return found, names
+
+
+def _buffers(
+    model: nn.Module,
+    manifest: Manifest,
+    options: LoadOptions,
+    problems: _Problems,
+    missing: list[str],
+    unexpected: list[str],
+) -> dict[str, Stored]:
+    saved = {item.name: item for item in manifest.stored if item.kind == "buffer"}
+    found: dict[str, Stored] = {}
+    for name, buffer in persistent_buffers(model).items():
+        item = saved.pop(name, None)
+        if item is None:
+            missing.append(name)
+            if options.strict:
+                problems.add("missing in the checkpoint", name)
+            continue
+        shape = tuple(real_view(buffer, name).shape)
+        if item.shape != shape:
+            problems.add("of another shape", f"{name} {item.shape} for {shape}")
+        found[name] = item
+    for name in saved:
+        unexpected.append(name)
+        if options.strict:
+            problems.add("not in the model", name)
+    return found
+
+
+def _optimizers(
+    managed: Managed,
+    manifest: Manifest,
+    names: Mapping[str, str],
+    problems: _Problems,
+    fresh: list[str],
+    dropped: list[str],
+) -> list[list[dict[str, Any]]]:
+    links, saved = links_of(managed), manifest.values.optimizers
+    if not links:
+        return []
+    if len(saved) != len(links):
+        problems.add("optimizers", f"{len(links)} here, {len(saved)} in the checkpoint; pass optimizer_state=False")
+        return []
+    result = []
+    for number, (link, facts) in enumerate(zip(links, saved, strict=True)):
+        if facts.class_name != optimizer_class(link):
+            problems.add(
+                "optimizers",
+                f"number {number} is {optimizer_class(link)} here, {facts.class_name} in the checkpoint; pass "
+                "optimizer_state=False to begin with a new one",
+            )
+            continue
+        result.append(_groups(managed, link, number, facts.groups, names, problems, fresh))
+        owned = {names.get(managed.name_of(param)) for group in link.groups for param in group if param.requires_grad}
+        dropped += sorted({*facts.scalars, *_with_state(manifest, number)} - {name for name in owned if name})
+    return result
+
+
+def _groups(
+    managed: Managed,
+    link: OptimizerLink,
+    number: int,
+    saved: Sequence[Group],
+    names: Mapping[str, str],
+    problems: _Problems,
+    fresh: list[str],
+) -> list[dict[str, Any]]:
+    """Find the options of each group: those of the saved groups that held its parameters, if they agree."""
+    origin = {name: index for index, group in enumerate(saved) for name in group.params}
+    result = []
+    for index, params in enumerate(link.groups):
+        here = [managed.name_of(param) for param in params]
+        fresh += [name for name in here if names.get(name) not in origin]
+        sources = sorted({origin[names[name]] for name in here if names.get(name) in origin})
+        options = [{key: from_plain(value) for key, value in saved[i].options.items()} for i in sources]
+        unlike = sorted({key for other in options[1:] for key in other if not _equal(other[key], options[0].get(key))})
+        if unlike:
+            problems.add(
+                "groups", f"group {index} of optimizer {number} joins saved groups {sources} that differ in {unlike}"
+            )
+        result.append({key: value for key, value in options[0].items() if key not in NOT_KEPT} if options else {})
+    return result
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return bool(torch.equal(first, second))
+    return bool(first == second)
+
+
+def _with_state(manifest: Manifest, number: int) -> set[str]:
+    return {item.name for item in manifest.stored if item.kind == "optim" and item.optimizer == number}

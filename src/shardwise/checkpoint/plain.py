@@ -1,0 +1,105 @@
+"""Python values as JSON and back, exactly: what optimizers' groups, schedulers and users keep beside tensors.
+
+None, booleans, numbers, texts, lists and dictionaries of texts are themselves; tuples, infinite numbers, scalars of
+torch and dictionaries with other keys are objects with one reserved key. Nothing else passes, so nothing runs on load.
+"""
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, ConfigError
+
+__all__ = ["Plain", "from_plain", "to_plain"]
+
+Plain = Any  # what JSON holds
+
+_TUPLE, _FLOAT, _PAIRS, _SCALAR, _ESCAPED = "$tuple", "$float", "$pairs", "$scalar", "$dict"
+_RESERVED = frozenset({_TUPLE, _FLOAT, _PAIRS, _SCALAR, _ESCAPED})
+_FLOATS = ("nan", "inf", "-inf")
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+_MAX_DEPTH = 64
+
+
+def to_plain(value: Any, where: str) -> Plain:
+    """Return a value as JSON holds it.
+
+    Args:
+        value: to be kept.
+        where: what it is, for the message.
+
+    Raises:
+        ConfigError: it holds something that JSON cannot say, or is nested too deeply; names the place.
+    """
+    if where.count("[") > _MAX_DEPTH:
+        raise ConfigError(f"{where[:200]}: is nested more than {_MAX_DEPTH} deep, or holds itself")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_FLOAT: repr(value)}
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0 and not value.is_complex():
+        return {_SCALAR: [str(value.dtype).removeprefix("torch."), to_plain(value.item(), where)]}
+    if kind is tuple:
+        return {_TUPLE: [to_plain(item, f"{where}[{n}]") for n, item in enumerate(value)]}
+    if kind is list:
+        return [to_plain(item, f"{where}[{n}]") for n, item in enumerate(value)]
+    if kind in _DICTS:
+        if not all(type(key) is str for key in value):
+            pairs = [[to_plain(k, f"{where}[key]"), to_plain(v, f"{where}[{k!r}]")] for k, v in value.items()]
+            return {_PAIRS: pairs}
+        plain = {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_ESCAPED: plain} if len(plain) == 1 and _RESERVED & plain.keys() else plain
+    if hasattr(value, "item") and type(value).__module__ == "numpy" and not getattr(value, "shape", None):
+        return to_plain(value.item(), where)
+    raise ConfigError(
+        f"{where} is a {kind.__name__}, which a checkpoint does not hold beside its tensors: numbers, texts, None, "
+        "lists, tuples and dictionaries of these"
+    )
+
+
+def from_plain(plain: Plain) -> Any:
+    """Return the value that ``to_plain`` was given.
+
+    Raises:
+        CheckpointError: a reserved key holds what ``to_plain`` never writes.
+    """
+    if isinstance(plain, list):
+        return [from_plain(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1 or not _RESERVED & plain.keys():
+        return {key: from_plain(item) for key, item in plain.items()}
+    ((key, inner),) = plain.items()
+    if key == _ESCAPED and isinstance(inner, dict):
+        return {name: from_plain(item) for name, item in inner.items()}
+    if key == _FLOAT and inner in _FLOATS:
+        return float(inner)
+    if key == _TUPLE and isinstance(inner, list):
+        return tuple(from_plain(item) for item in inner)
+    if key == _PAIRS and isinstance(inner, list) and all(isinstance(p, list) and len(p) == 2 for p in inner):
+        return _dictionary(inner)
+    if key == _SCALAR and isinstance(inner, list) and len(inner) == 2:
+        return _scalar(*inner)
+    raise CheckpointError(f"a value of the checkpoint is malformed: {str(plain)[:200]}")
+
+
+def _dictionary(pairs: list[Any]) -> dict[Any, Any]:
+    try:
+        return {from_plain(key): from_plain(item) for key, item in pairs}
+    except TypeError:
+        raise CheckpointError(f"a value of the checkpoint is malformed: {str(pairs)[:200]}") from None
+
+
+def _scalar(name: Any, value: Plain) -> Tensor:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    number = from_plain(value)
+    if not isinstance(dtype, torch.dtype) or not isinstance(number, bool | int | float):
+        raise CheckpointError(f"a value of the checkpoint is no scalar: {str([name, value])[:200]}")
+    try:
+        return torch.tensor(number, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"a value of the checkpoint is no scalar: {str([name, value])[:200]}") from None

@@ -1,0 +1,224 @@
+"""One safetensors file: written in a stream with a hash per entry, read by ranges after its header was checked.
+
+The files are ordinary safetensors files. Their writer is not the library's, because each entry is hashed on its way
+and goes to the disk in blocks (``blocks.py``); their reader is not either, because it must not trust the header.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockWriter, read_blocks
+from shardwise.checkpoint.manifest import DTYPES, FileFacts
+from shardwise.checkpoint.names import open_inside
+from shardwise.errors import CheckpointError
+
+__all__ = ["NAMES_OF_DTYPES", "Entry", "TensorFile", "Written", "as_bytes", "file_bytes", "write_file"]
+
+NAMES_OF_DTYPES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+_MAX_HEADER_BYTES = 1 << 28
+_ALIGN_BYTES = 4096  # where the data begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one entry will hold.
+
+    Attributes:
+        key: its name.
+        shape: as the file tells it.
+        flat: [numel] contiguous, any device.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    flat: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What became of a file: its facts, and the hash of each entry by its name."""
+
+    facts: FileFacts
+    hashes: Mapping[str, str]
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return the 8 bytes of the length and the padded header."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for entry in entries:
+        stop = position + entry.flat.nbytes
+        table[entry.key] = {
+            "dtype": NAMES_OF_DTYPES[entry.flat.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-(len(text) + 8) // _ALIGN_BYTES) * _ALIGN_BYTES - 8
+    return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _ordered(entries: Sequence[Entry]) -> list[Entry]:
+    """Widest elements first, so that every entry is aligned to its elements."""
+    return sorted(entries, key=lambda entry: -entry.flat.dtype.itemsize)
+
+
+def file_bytes(entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
+    """Return how long the file will be."""
+    return len(_header(entries, metadata)) + sum(entry.flat.nbytes for entry in entries)
+
+
+@torch.no_grad()
+def write_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Written:
+    """Write a new file and bring it to the disk.
+
+    Raises:
+        OSError: the disk is full, the file exists, or cannot be written.
+    """
+    ordered = _ordered(entries)
+    head = _header(ordered, metadata)
+    hashes: dict[str, str] = {}
+    with BlockWriter(path) as writer:
+        for _ in writer.write(torch.frombuffer(bytearray(head), dtype=torch.uint8)):
+            pass
+        for entry in ordered:
+            digest = xxhash.xxh3_128()
+            for block in writer.write(as_bytes(entry.flat)):
+                digest.update(block)
+            hashes[entry.key] = digest.hexdigest()
+    facts = FileFacts(bytes=writer.num_bytes, header=xxhash.xxh3_128_hexdigest(head))
+    return Written(facts=facts, hashes=hashes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    dtype: torch.dtype
+    numel: int
+    offset: int  # of its first byte in the file
+
+
+class TensorFile:
+    """An open file whose header was checked against the manifest.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the file.
+        facts: from the manifest.
+        save_id: of the checkpoint, which the file must repeat.
+
+    Raises:
+        CheckpointError: the file is missing, of another length, damaged in its header, or of another save.
+    """
+
+    def __init__(self, folder: Path, name: str, facts: FileFacts, save_id: str) -> None:
+        self.path = folder / name
+        self._file = open_inside(folder, name)
+        try:
+            self.metadata, self._places = self._read_header(facts)
+            if self.metadata.get("save_id") != save_id:
+                raise CheckpointError(
+                    f"{self.path}: belongs to another save: it says {str(self.metadata.get('save_id'))[:40]}, the "
+                    f"manifest {save_id}"
+                )
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._file)
+
+    def check_entry(self, key: str, dtype: torch.dtype, numel: int) -> None:
+        """Check that an entry is there as the manifest says.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        place = self._places.get(key)
+        if place is None or place.dtype != dtype or place.numel != numel:
+            raise CheckpointError(f"{self.path}: has no entry {key} of {numel} elements of {dtype}")
+
+    def hash(self, key: str) -> str:
+        """Return the hash of an entry's bytes.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        digest = xxhash.xxh3_128()
+        place = self._places[key]
+        try:
+            for block in read_blocks(self._file, place.offset, place.numel * place.dtype.itemsize):
+                digest.update(block.numpy().data)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.path}: {key}: {error}") from None
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def read(self, key: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` [n] (any device and dtype) with the entry's elements from ``start`` on.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        place = self._places[key]
+        assert 0 <= start <= start + out.numel() <= place.numel, f"{key} has {place.numel} elements"
+        position, size = 0, place.dtype.itemsize
+        try:
+            for block in read_blocks(self._file, place.offset + start * size, out.numel() * size):
+                values = block.view(place.dtype)
+                out[position : position + values.numel()].copy_(values)
+                position += values.numel()
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.path}: {key}: {error}") from None
+
+    def _read_header(self, facts: FileFacts) -> tuple[dict[str, str], dict[str, _Place]]:
+        num_bytes = os.fstat(self._file).st_size
+        if num_bytes != facts.bytes:
+            raise CheckpointError(
+                f"{self.path}: has {num_bytes} bytes, expected {facts.bytes}: it was cut off, or grew"
+            )
+        length_raw = os.pread(self._file, 8, 0)
+        length = int.from_bytes(length_raw, "little")
+        if length > min(_MAX_HEADER_BYTES, num_bytes - 8):
+            raise CheckpointError(f"{self.path}: its header claims {length} bytes, the file has {num_bytes}")
+        raw = os.pread(self._file, length, 8)
+        if xxhash.xxh3_128_hexdigest(length_raw + raw) != facts.header:
+            raise CheckpointError(f"{self.path}: its header is damaged")
+        try:
+            table = json.loads(raw)
+            metadata = {str(key): str(text) for key, text in table.pop("__metadata__", {}).items()}
+            places = {key: _place(fields, 8 + length, num_bytes) for key, fields in table.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header is malformed: {str(error)[:200]}") from None
+        return metadata, places
+
+
+def _place(fields: Mapping[str, Any], base: int, num_bytes: int) -> _Place:
+    dtype = DTYPES[str(fields["dtype"])]
+    begin, end = fields["data_offsets"]
+    shape = fields["shape"]
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, begin, end]):
+        raise ValueError(f"entry {fields}")
+    numel = math.prod(shape)
+    if end - begin != numel * dtype.itemsize or base + end > num_bytes:
+        raise ValueError(f"entry {fields} in a file of {num_bytes} bytes")
+    return _Place(dtype=dtype, numel=numel, offset=base + begin)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a flat contiguous tensor as uint8, without a copy."""
+    return flat.detach().view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+assert BLOCK_BYTES % 16 == 0, "no element may be cut by a block"
