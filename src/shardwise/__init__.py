@@ -20,8 +20,7 @@ from shardwise.api import (
     unshard_model,
     unsharded,
 )
-from shardwise.checkpoint.background import PendingSave
-from shardwise.checkpoint.calls import load_checkpoint, save_checkpoint
+from shardwise.checkpoint.calls import load_checkpoint, save_checkpoint, wait_for_save
 from shardwise.checkpoint.load import Loaded
 from shardwise.engine import Engine
 from shardwise.errors import (
@@ -52,7 +51,6 @@ __all__ = [
     "LossScale",
     "NonFiniteError",
     "OffloadError",
-    "PendingSave",
     "Precision",
     "RankMismatchError",
     "Recipe",
@@ -85,4 +83,5 @@ __all__ = [
     "stage_sharding",
     "unshard_model",
     "unsharded",
+    "wait_for_save",
 ]

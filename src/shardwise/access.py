@@ -35,7 +35,9 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
     Collective. The tensors are copies.
     """
-    return _ordered(model, _full(Managed.of(model), _buckets(model), lambda bucket: bucket.params.master))
+    managed = Managed.of(model)
+    managed.council.round("full_parameters")
+    return _ordered(model, _full(managed, _buckets(model), lambda bucket: bucket.params.master))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -44,6 +46,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     Collective; ends an open window as a step would. The tensors are copies in the accumulate dtype.
     """
     managed = Managed.of(model)
+    managed.council.round("full_gradients")
     arrived = managed.settler.settle().arrived
     buckets = [bucket for bucket in managed.runtime.trainable_buckets() if bucket.trainable_grads.has_result]
     found = _full(managed, buckets, lambda bucket: bucket.trainable_grads.owned)
@@ -62,6 +65,7 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Collective. Scalar counters are 0-dim tensors and are those of the rank that owns part of the parameter.
     """
     managed = Managed.of(model)
+    managed.council.round("full_optimizer_state")
     result: dict[str, dict[str, Tensor]] = {}
     for link in _links(managed):
         names = _state_names(managed, link)
@@ -93,6 +97,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Collective. Tied names share one tensor, as in a plain state dict; every tensor has its own memory otherwise.
     """
     managed = Managed.of(model)
+    managed.council.round("full_state_dict")
     full = _full(managed, _buckets(model), lambda bucket: bucket.params.owned())
     result: dict[str, Tensor] = {}
     names = {alias: p.name for p in collect_params(model) for alias in (p.name, *p.aliases)}

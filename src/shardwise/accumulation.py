@@ -48,6 +48,10 @@ class AccumulationWindow:
         self.num_steps = 0 if updated else self.num_steps + 1
         self.num_backwards = 0
 
+    def restart(self) -> None:
+        """Forget the micro-batches since the last update."""
+        self.num_steps = self.num_backwards = 0
+
     def resize(self, *, micro: int | None = None, length: int | None = None, size: int | None = None) -> None:
         """Change the micro-batch, the window's length, or the samples per update (which changes the length).
 

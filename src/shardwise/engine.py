@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.accumulation import AccumulationWindow, checked_count, is_divided_by
 from shardwise.api import clip_grad_norm_, scale_loss
 from shardwise.config.resolve import Resolved
+from shardwise.engine_state import EngineCheckpoints
 from shardwise.errors import ConfigError, StateError
 from shardwise.launch.group import leave_group
 from shardwise.managed import Managed
@@ -26,7 +27,7 @@ from shardwise.runtime.runtime import Window
 __all__ = ["Engine"]
 
 
-class Engine(nn.Module):
+class Engine(EngineCheckpoints):
     """One sharded model, its optimizer and its scheduler, driven by ``engine(...)``, ``backward`` and ``step``.
 
     A *window* is the micro-batches of one update: ``gradient_accumulation_steps()`` calls of ``step``, of which the
@@ -50,10 +51,12 @@ class Engine(nn.Module):
         lr_scheduler: Any,
         settings: Resolved,
         *,
+        loader: Any = None,
         is_first: bool = True,
         owns_group: bool = False,
     ) -> None:
         super().__init__()
+        self._loader = loader
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -309,6 +312,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Take hooks, memory and the process group that ``initialize`` made away; the engine and its model are void."""
         if self._alive:
+            if self._managed.pending_save is not None:
+                self._managed.pending_save.wait()
             self._alive = False
             self._managed.release(keep=False)
             if self.optimizer is not None:
@@ -338,6 +343,14 @@ class Engine(nn.Module):
         self.global_samples += self._window.batch.size
         if not self._applied:
             self.skipped_steps += 1
+
+    def _after_load(self) -> None:
+        """A checkpoint was loaded: a window begins."""
+        self._window.restart()
+        self._grad_norm, self._applied = None, False
+        self._scheduler_epoch = getattr(self.lr_scheduler, "last_epoch", None)
+        self._restart_count()
+        self._set_window()
 
     def _log(self) -> None:
         every = self.settings.config.log_every

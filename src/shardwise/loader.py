@@ -1,13 +1,24 @@
 """The data loader that ``initialize`` makes of a dataset: each rank its part, another order in every epoch."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 
 __all__ = ["ShardedLoader"]
+
+
+class _Order(DistributedSampler[Any]):
+    """The order of an epoch, begun after some samples."""
+
+    num_done = 0  # samples of this rank, in this epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(super().__iter__(), self.num_done, None)
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -15,6 +26,9 @@ class ShardedLoader(DataLoader[Any]):
 
     The samples of an epoch are shuffled alike on all ranks and dealt out one by one; each new iteration is a new epoch.
     Without ``drop_last`` the last samples are filled up with some of the first, so that all ranks have equally many.
+
+    ``state_dict`` is the position: micro-batches that were given out count as used. It may be loaded on another number
+    of ranks or with another micro-batch; the next iteration then goes on with the rest of its epoch.
 
     Args:
         dataset: with a length; the same on all ranks.
@@ -45,14 +59,55 @@ class ShardedLoader(DataLoader[Any]):
                 f"training_data: {type(dataset).__name__} has no length, so its samples cannot be dealt out to ranks: "
                 "build a DataLoader that yields this rank's part, and leave training_data out"
             )
-        self._order: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=num_ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
-        )
+        self._order = _Order(dataset, num_replicas=num_ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last)
         self._next_epoch = 0
-        super().__init__(dataset, batch_size=micro, sampler=self._order, drop_last=drop_last, collate_fn=collate)
+        self._num_skipped = 0  # samples of all ranks that the next iteration leaves out
+        self._num_given = 0  # samples of all ranks in the running epoch; 0 between epochs
+        self._num_iterations = 0
+        super().__init__(
+            dataset,
+            batch_size=micro,
+            sampler=self._order,
+            drop_last=drop_last,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(seed),  # or each iteration would draw from the global one
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begin the next epoch."""
+        """Begin the next epoch, or go on with the one that a loaded state was in."""
         self._order.set_epoch(self._next_epoch)
+        self._order.num_done = self._num_skipped // self._order.num_replicas
+        self._num_given, self._num_skipped = self._num_skipped, 0
         self._next_epoch += 1
-        return super().__iter__()
+        self._num_iterations += 1
+        return self._counted(super().__iter__(), self._num_iterations)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the epoch of the next sample, and how many samples of it all ranks have used."""
+        if self._num_skipped or not self._num_given:
+            return {"epoch": self._next_epoch, "samples": self._num_skipped}
+        return {"epoch": self._next_epoch - 1, "samples": self._num_given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next iteration begin where ``state_dict`` was taken.
+
+        Raises:
+            StateError: it is no position.
+        """
+        epoch, samples = state.get("epoch"), state.get("samples")
+        if type(epoch) is not int or type(samples) is not int or min(epoch, samples) < 0:
+            raise StateError(f"loader.load_state_dict: {dict(state)} is no position in the data")
+        self._next_epoch, self._num_skipped, self._num_given = epoch, samples, 0
+        self._num_iterations += 1
+
+    def _counted(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        micro, num_ranks = self.batch_size or 1, self._order.num_replicas
+        for batch in batches:
+            if number == self._num_iterations:  # else a newer iteration counts
+                self._num_given += micro * num_ranks
+                left = self._order.num_samples - self._num_given // num_ranks
+                if left < (micro if self.drop_last else 1):
+                    self._num_given = 0
+            yield batch
+        if number == self._num_iterations:
+            self._num_given = 0

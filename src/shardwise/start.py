@@ -101,6 +101,7 @@ def initialize(
             owns_group=owns_group,
             units=units,
             initial_values=initial_values,
+            loader=loader,
         )
     except BaseException:
         if owns_group:
@@ -153,6 +154,7 @@ def _build(
     owns_group: bool,
     units: Units,
     initial_values: InitialValues,
+    loader: ShardedLoader | None,
 ) -> Engine:
     source, parameters, schedule = sources
     config = settings.config
@@ -176,7 +178,8 @@ def _build(
     except BaseException:
         unshard_model(model)  # so that it can be tried again
         raise
-    return Engine(model, sharded, scheduler, settings, is_first=flat_rank(mesh) == 0, owns_group=owns_group)
+    is_first = flat_rank(mesh) == 0
+    return Engine(model, sharded, scheduler, settings, loader=loader, is_first=is_first, owns_group=owns_group)
 
 
 def _check_sources(source: Any, parameters: Any, schedule: SchedulerSource, config: Config) -> None:

@@ -88,6 +88,15 @@ class SabotagedComm:
     def broadcast(self, buffer: Tensor, source: int, key: Key) -> Work | None:
         return self._comm.broadcast(buffer, source, key)
 
+    def announce(self, topic: str, text: str) -> None:
+        self._comm.announce(topic, text)
+
+    def announced(self, topic: str, seconds: float) -> dict[int, str]:
+        return self._comm.announced(topic, seconds)
+
+    def forget(self, topic: str) -> None:
+        self._comm.forget(topic)
+
     def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
         before, number = buffer.clone(), self._count(key)
         work = self._comm.all_gather(buffer, key)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,46 +20,10 @@ from shardwise.faults import fault_point
 from shardwise.managed import Managed
 from shardwise.numerics.fingerprint import fingerprint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 _SHOWN = 4000
 _SPARE_BYTES = 1 << 20
-
-
-@overload
-def save_checkpoint(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    tag: str | None = None,
-    step: int | None = None,
-    objects: Mapping[str, Stateful] | None = None,
-    user_state: Any = None,
-    overwrite: bool = False,
-    set_latest: bool = True,
-    keep_last: int | None = None,
-    keep: Collection[str] = (),
-    background: Literal[False] = False,
-    when_pending: Literal["wait", "refuse"] = "wait",
-) -> Path: ...
-
-
-@overload
-def save_checkpoint(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    tag: str | None = None,
-    step: int | None = None,
-    objects: Mapping[str, Stateful] | None = None,
-    user_state: Any = None,
-    overwrite: bool = False,
-    set_latest: bool = True,
-    keep_last: int | None = None,
-    keep: Collection[str] = (),
-    background: Literal[True],
-    when_pending: Literal["wait", "refuse"] = "wait",
-) -> PendingSave: ...
 
 
 @torch.no_grad()
@@ -73,11 +37,12 @@ def save_checkpoint(
     user_state: Any = None,
     overwrite: bool = False,
     set_latest: bool = True,
+    exclude_frozen: bool = False,
     keep_last: int | None = None,
     keep: Collection[str] = (),
     background: bool = False,
     when_pending: Literal["wait", "refuse"] = "wait",
-) -> Path | PendingSave:
+) -> Path:
     """Save a sharded model, its optimizers, and what else a later run needs.
 
     Collective. Nothing is gathered: every rank writes the part it owns. The checkpoint appears whole, or not at all.
@@ -91,13 +56,15 @@ def save_checkpoint(
         user_state: anything that JSON can say; ``load_checkpoint`` returns it.
         overwrite: replace a checkpoint of the same tag; otherwise that is an error.
         set_latest: let the file ``latest`` name it, which is what loads by default.
+        exclude_frozen: leave out parameters that do not train; it loads with ``strict=False`` only.
         keep_last: remove whole checkpoints but the last so many, once this one was read back; None: keep all.
         keep: tags that are never removed.
-        background: return after a copy in memory was made; the rest happens beside training.
+        background: return after a copy in memory was made; the rest happens beside training, and what goes wrong is
+            raised by the next optimizer step. ``wait_for_save`` waits for the end.
         when_pending: what to do if a save in the background goes on: "wait" for it, or "refuse" with an error.
 
     Returns:
-        The checkpoint's directory; of a save in the background the ``PendingSave``.
+        The checkpoint's directory, which a save in the background makes later.
 
     Raises:
         ConfigError: an argument is wrong, or something cannot be kept.
@@ -120,6 +87,8 @@ def save_checkpoint(
             raise StateError(f"a save to {managed.pending_save.path} goes on: wait() for it first")
         options = _options(folder, tag, number, overwrite, set_latest, keep_last, keep)
         contents = collect_contents(managed, objects or {}, user_state)
+        if exclude_frozen:
+            contents = contents.without_frozen()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         kind: type[Exception] = type(error) if isinstance(error, ConfigError | StateError) else CheckpointError
@@ -142,8 +111,21 @@ def save_checkpoint(
     _check_alike(answers, options)
     job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(managed, job.contents))
     if background:
-        return PendingSave(managed, replace(job, contents=_snapshot(job.contents)))
+        return PendingSave(managed, replace(job, contents=_snapshot(job.contents))).path
     return job.run(lambda what, text: _exchange(managed, what, text))
+
+
+def wait_for_save(model: nn.Module) -> Path | None:
+    """Wait until a save in the background is over on all ranks. Collective.
+
+    Returns:
+        The checkpoint's directory; None if no save was going on.
+
+    Raises:
+        CheckpointError: it failed, on any rank; the same on all.
+    """
+    pending = Managed.of(model).pending_save
+    return None if pending is None else pending.wait()
 
 
 def load_checkpoint(
@@ -262,6 +244,8 @@ def _check_alike(answers: list[dict[str, Any]], options: SaveOptions) -> None:
 def _without_copies(managed: Managed, contents: Contents) -> Contents:
     """Leave out buffers that are rank 0's."""
     buffers = [part for part in contents.parts if part.stored.kind == "buffer"]
+    if not buffers:
+        return contents
     codes = torch.tensor([fingerprint(part.flat) for part in buffers], dtype=torch.int64)
     rows = managed.settler.agreement.words(codes, "buffers").cpu()
     own = managed.council.rank

@@ -5,7 +5,7 @@ rank writes as much as any other. Reading changes nothing: no state is made, no 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,12 @@ class Contents:
     params: tuple[Param, ...]
     parts: tuple[Part, ...]
     values: Values
+
+    def without_frozen(self) -> "Contents":
+        """Return the contents without parameters that do not train."""
+        frozen = {param.name for param in self.params if not param.trainable}
+        parts = [p for p in self.parts if p.stored.kind in ("buffer", "rng") or p.stored.name not in frozen]
+        return replace(self, params=tuple(p for p in self.params if p.trainable), parts=tuple(parts))
 
 
 def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: Any = None) -> Contents:

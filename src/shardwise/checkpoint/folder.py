@@ -29,6 +29,7 @@ __all__ = [
     "read_latest",
     "read_manifest",
     "remove",
+    "remove_all",
     "sync_folder",
     "write_latest",
     "write_whole",
@@ -147,6 +148,17 @@ def remove(path: Path, save_id: str) -> None:
     os.rename(path, gone)
     sync_folder(path.parent)
     shutil.rmtree(gone)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove every checkpoint of a folder, whole or not, and the folder if nothing else is in it."""
+    if folder.is_dir() and not folder.is_symlink():
+        clear_leftovers(folder)
+        (folder / LATEST).unlink(missing_ok=True)
+        for each in find_checkpoints(folder):
+            shutil.rmtree(each.path)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_latest(folder: Path, tag: str, save_id: str) -> None:

@@ -42,6 +42,7 @@ __all__ = ["Exchange", "SaveJob", "SaveOptions", "write_contents"]
 Exchange = Callable[[str, str], list[str]]  # what is told, this rank's text -> every rank's text
 _MAX_INDEX_BYTES = 1 << 30
 _SHOWN = 2000
+_MOST_REMOVED = 64  # in one save; their names travel as one text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +214,11 @@ class SaveJob:
         if self.rank == 0:
             found = find_checkpoints(options.folder)
             candidates = [each.tag for each in removable(found, options.keep_last, options.keep, options.tag)]
+            del candidates[_MOST_REMOVED:]
         (candidates, *_) = self._later(exchange, "what may be removed", lambda: candidates)
         if not candidates:
             return
-        self._later(
-            exchange, "the check of what stays", lambda: verify_files(options.target, self.rank, self.num_ranks)
-        )
+        self._later(exchange, "the check of what stays", self._read_back)
         self._later(exchange, "the removal", lambda: self._remove(candidates))
 
     def _later(self, exchange: Exchange, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -229,6 +229,9 @@ class SaveJob:
             raise CheckpointError(
                 f"checkpoint {self.options.tag!r} was saved, but older ones were not removed. {text}"
             ) from None
+
+    def _read_back(self) -> None:
+        verify_files(self.options.target, self.rank, self.num_ranks)
 
     def _remove(self, tags: Collection[str]) -> None:
         if self.rank == 0:

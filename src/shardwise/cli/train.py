@@ -23,7 +23,8 @@ from shardwise.launch.group import join_group, leave_group
 from shardwise.launch.local import Interrupted, LocalJob, RanksFailedError, catch_signals, run_local
 from shardwise.runtime.record import Agreement
 from shardwise.train.loop import RunTask, facts_of, planned_bytes, prepare, run_process, run_rank
-from shardwise.train.output import prepare_output
+from shardwise.train.output import CHECKPOINTS, SUMMARY, prepare_output
+from shardwise.train.progress import find_resume
 from shardwise.train.settings import load_settings, settings_as_toml
 
 __all__ = ["train"]
@@ -47,6 +48,17 @@ def train(
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.  [3]", show_default=False)] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove the run that the output folder holds.")
+    ] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|last|PATH|none",
+            help="Go on from a checkpoint: the latest of the output folder if there is one (auto), the latest (last), "
+            "or one elsewhere; on any number of ranks, at any stage.",
+        ),
+    ] = "none",
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --resume: take the weights only, and begin anew otherwise.")
     ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its origin, and leave.")
@@ -78,7 +90,13 @@ def train(
         if is_first:
             _show_plan(settings, console)
         return
-    task = RunTask(settings=settings, device_type=device_type)
+    task = RunTask(
+        settings=settings,
+        device_type=device_type,
+        resume=find_resume(resume, Path(settings.config.train.output).expanduser()),
+        weights_only=weights_only,
+    )
+    overwrite = overwrite or (resume == "auto" and task.resume is None and not (task.folder / SUMMARY).exists())
     with TrainView(console, line_every=settings.config.log_every or 1, quiet=quiet or not is_first) as view:
         try:
             with catch_signals(signal.SIGINT, signal.SIGTERM):
@@ -97,7 +115,7 @@ def train(
 
 def _run_here(task: RunTask, view: TrainView, *, overwrite: bool) -> None:
     """Start local processes and show what rank 0 tells."""
-    prepare_output(task.folder, settings_as_toml(task.settings), overwrite=overwrite)
+    _prepare(task, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="shardwise-train-") as folder:
         job = LocalJob(
             body=run_process,
@@ -128,7 +146,7 @@ def _run_joined(task: RunTask, environment: Environment, view: TrainView, *, ove
         problem = ""
         if environment.rank == 0:
             try:
-                prepare_output(task.folder, settings_as_toml(task.settings), overwrite=overwrite)
+                _prepare(task, overwrite=overwrite)
             except ConfigError as error:
                 problem = str(error)
         said = Agreement(mesh, torch.device(task.device_type)).texts(problem, "the output folder")
@@ -138,6 +156,12 @@ def _run_joined(task: RunTask, environment: Environment, view: TrainView, *, ove
     finally:
         if owns_group:
             leave_group()
+
+
+def _prepare(task: RunTask, *, overwrite: bool) -> None:
+    """Make the output folder; a run that goes on in its own folder keeps what it wrote."""
+    resumes = task.resume is not None and (task.folder / CHECKPOINTS).resolve() == task.resume.parent.resolve()
+    prepare_output(task.folder, settings_as_toml(task.settings), overwrite=overwrite, resumes=resumes)
 
 
 def _show_plan(settings: Resolved, console: Console) -> None:

@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardwise.train.report import Evaluated, Finished, Message, Sampled, Started, StepDone
+from shardwise.train.report import Evaluated, Finished, Message, Resumed, Sampled, Started, StepDone
 
 __all__ = ["TrainView", "kinds_and_bytes", "text_facts"]
 
@@ -64,6 +64,11 @@ class TrainView:
         """Show one message."""
         if isinstance(message, Started):
             self._start(message)
+        elif isinstance(message, Resumed):
+            ranks = f"{message.num_ranks} rank{'s' if message.num_ranks > 1 else ''}"
+            self._print(f"resumed after {message.step} updates from {message.path}, saved by {ranks}", always=True)
+            if self._live is not None:
+                self._bars.update(self._bars.task_ids[0], completed=message.step)
         elif isinstance(message, StepDone):
             self._step(message)
         elif isinstance(message, Evaluated):
@@ -127,7 +132,7 @@ class TrainView:
         self._end_panel()
         if finished.sample:
             self._print(f"sample:\n{_indented(finished.sample)}")
-        rate = finished.tokens / finished.seconds
+        rate = finished.tokens / finished.seconds if finished.seconds else 0.0
         self._print(
             f"{finished.steps} updates, {finished.tokens:,} tokens in {finished.seconds:.0f} s "
             f"({rate:,.0f} tokens/s, evaluation included), {finished.skipped} skipped"

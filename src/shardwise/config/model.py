@@ -306,7 +306,13 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto": on CUDA devices if there is one for each rank of this machine."""
     output: str = "runs/train"
-    """Folder for metrics.jsonl, the logs of each rank and the final weights."""
+    """Folder for metrics.jsonl, the logs of each rank, the checkpoints and the final weights."""
+    checkpoint_every: Count = 100
+    """Updates between checkpoints, of which one is written at the end too; 0: none at all."""
+    checkpoint_keep: Positive = 2
+    """Number of checkpoints that stay."""
+    checkpoint_background: bool = False
+    """Write checkpoints beside training: it stands still for one copy in memory only."""
 
 
 class Config(Section):

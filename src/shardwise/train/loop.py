@@ -31,8 +31,9 @@ from shardwise.runtime.record import Agreement
 from shardwise.start import OPTIMIZERS, initialize, precision_of
 from shardwise.train.measure import parameter_digest, peak_rss_bytes
 from shardwise.train.model import Blueprint, blueprint
-from shardwise.train.output import METRICS, SUMMARY, write_json, write_weights
-from shardwise.train.report import Evaluated, Finished, Message, Sampled, Started, StepDone, as_json
+from shardwise.train.output import METRICS, SUMMARY, keep_metrics, write_json, write_weights
+from shardwise.train.progress import Progress, finish_saving, resume_run, save_run
+from shardwise.train.report import Evaluated, Finished, Message, Resumed, Sampled, Started, StepDone, as_json
 from shardwise.train.sample import sample_text
 from shardwise.train.settings import engine_settings
 from shardwise.train.text import NOT_A_TARGET, Source, Text, read_text
@@ -50,10 +51,14 @@ class RunTask:
     Attributes:
         settings: of the run; the folder it names exists.
         device_type: "cpu" or "cuda".
+        resume: directory of the checkpoint to go on from; None: begin anew.
+        weights_only: take the weights of that checkpoint, and begin anew otherwise.
     """
 
     settings: Resolved
     device_type: str = "cpu"
+    resume: Path | None = None
+    weights_only: bool = False
 
     @property
     def folder(self) -> Path:
@@ -183,6 +188,17 @@ class _Log(AbstractContextManager["_Log"]):
         self._stream.close()
 
 
+class _Clock:
+    """Seconds since the start, and those of earlier processes of the run."""
+
+    def __init__(self, before: float) -> None:
+        self._start = time.perf_counter() - before
+
+    def seconds(self) -> float:
+        """Return the sum."""
+        return time.perf_counter() - self._start
+
+
 class _Run:
     """The state of one rank's run."""
 
@@ -211,42 +227,58 @@ class _Run:
         optimizer.register_step_post_hook(self._measure)
         self._sums = self._config.loss_reduction == "sum"
         self._metrics: TextIO | None = None
-        if rank == 0:
-            self._metrics = (task.folder / METRICS).open("w", encoding="utf-8", buffering=1)
+        self._progress = Progress()
         self._tell(facts_of(self._parts, self._settings, num_params, self._planned))
+        if task.resume is not None:
+            self._progress, saved = resume_run(self._engine, task.resume, weights_only=task.weights_only)
+            self._tell(Resumed(path=str(task.resume), step=self._progress.step, num_ranks=saved.num_ranks))
+        # The first micro-batch of this process, counted in those of its own size over its own ranks.
+        self._first_batch = self._progress.samples // (self._settings.batch.micro * self._settings.num_ranks)
+        self._first_step = self._progress.step + 1
+        if rank == 0:
+            keep_metrics(task.folder / METRICS, self._progress.step)
+            self._metrics = (task.folder / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def train(self) -> Finished:
-        """Do all updates, then evaluate, sample and write."""
-        start = time.perf_counter()
-        options = self._config.train
-        first_held_out = self._evaluate(0)
-        losses, tokens = [], 0
-        held_out, sample = first_held_out, ""
-        for step in range(1, options.steps + 1):
+        """Do the updates that are left, then evaluate, sample and write."""
+        options, progress = self._config.train, self._progress
+        clock = _Clock(progress.seconds)
+        if progress.step == 0:
+            progress.first_held_out_loss = progress.held_out_loss = self._evaluate(0)
+        for step in range(self._first_step, options.steps + 1):
             done = self._update(step)
-            losses.append(done.loss)
-            tokens += done.tokens
+            progress.first_loss = done.loss if step == 1 else progress.first_loss
+            progress.last_loss = done.loss
+            progress.tokens += done.tokens
+            progress.samples += self._settings.batch.size
+            progress.step = step
             is_last = step == options.steps
             evaluates = is_last or (options.eval_every > 0 and step % options.eval_every == 0)
             samples = is_last or (options.sample_every > 0 and step % options.sample_every == 0)
             held_out = self._evaluate(step) if evaluates else None
+            if evaluates:
+                progress.held_out_loss = held_out
             self._write_metrics(done, held_out)
             if samples and options.sample_tokens:
-                sample = self._sample(step)
-        seconds = time.perf_counter() - start
+                progress.sample = self._sample(step)
+            progress.seconds = clock.seconds()
+            if options.checkpoint_every and (is_last or step % options.checkpoint_every == 0):
+                self._save()
+        finish_saving(self._engine)
+        progress.seconds = clock.seconds()
         digest = parameter_digest(full_parameters(self._engine.module))
         finished = Finished(
-            steps=options.steps,
-            seconds=seconds,
-            tokens=tokens,
+            steps=progress.step,
+            seconds=progress.seconds,
+            tokens=progress.tokens,
             skipped=self._engine.skipped_steps,
-            first_loss=losses[0],
-            last_loss=losses[-1],
-            first_held_out_loss=first_held_out,
-            held_out_loss=held_out,
+            first_loss=progress.first_loss,
+            last_loss=progress.last_loss,
+            first_held_out_loss=progress.first_held_out_loss,
+            held_out_loss=progress.held_out_loss,
             digest=digest,
             weights=str(self._write_weights()),
-            sample=sample,
+            sample=progress.sample,
         )
         if self._rank == 0:
             write_json(self._task.folder / SUMMARY, as_json(finished))
@@ -278,7 +310,7 @@ class _Run:
         losses: list[Tensor] = []
         count = 0
         for index in range(batch.accumulation):
-            number = (step - 1) * batch.accumulation + index
+            number = self._first_batch + (step - self._first_step) * batch.accumulation + index
             pair = self._parts.text.training.micro_batch(
                 number=number, rank=self._rank, num_ranks=self._settings.num_ranks, size=batch.micro
             )
@@ -354,6 +386,16 @@ class _Run:
         model.train()
         self._tell(Sampled(step=step, text=text))
         return text
+
+    def _save(self) -> None:
+        options = self._config.train
+        save_run(
+            self._engine,
+            self._task.folder,
+            self._progress,
+            keep_last=options.checkpoint_keep,
+            background=options.checkpoint_background,
+        )
 
     def _write_weights(self) -> Path:
         """Write the weights of all ranks, on rank 0."""

@@ -10,39 +10,69 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from shardwise.checkpoint.folder import remove_all
 from shardwise.errors import ConfigError
 
-__all__ = ["METRICS", "SETTINGS", "SUMMARY", "WEIGHTS", "prepare_output", "replace_file", "write_json", "write_weights"]
+__all__ = [
+    "CHECKPOINTS",
+    "METRICS",
+    "SETTINGS",
+    "SUMMARY",
+    "WEIGHTS",
+    "keep_metrics",
+    "prepare_output",
+    "replace_file",
+    "write_json",
+    "write_weights",
+]
 
 METRICS, SETTINGS, SUMMARY, WEIGHTS = "metrics.jsonl", "settings.toml", "summary.json", "model.safetensors"
+CHECKPOINTS = "checkpoints"
 _RUN_FILES = (METRICS, SETTINGS, SUMMARY, WEIGHTS, "config.json", "generation_config.json", "tokenizer.json")
 
 
-def prepare_output(folder: Path, settings: str, *, overwrite: bool) -> None:
+def prepare_output(folder: Path, settings: str, *, overwrite: bool, resumes: bool = False) -> None:
     """Make the folder of a run and write its settings there.
 
     Args:
         folder: of the run.
         settings: effective settings, as TOML.
-        overwrite: remove the files of the run that the folder holds; others stay.
+        overwrite: remove the files and checkpoints of the run that the folder holds; others stay.
+        resumes: the run that the folder holds goes on.
 
     Raises:
         ConfigError: the folder holds a run and ``overwrite`` is false, or it cannot be made.
     """
     try:
-        found = [name for name in (METRICS, SETTINGS, SUMMARY, WEIGHTS) if (folder / name).exists()]
+        names = (METRICS, SETTINGS, SUMMARY, WEIGHTS, CHECKPOINTS)
+        found = [] if resumes else [name for name in names if (folder / name).exists()]
         if found and not overwrite:
             raise ConfigError(
-                f"train.output: {folder} holds a run already ({', '.join(found)}): pass --overwrite, or take another "
-                "folder: --set train.output=FOLDER"
+                f"train.output: {folder} holds a run already ({', '.join(found)}): pass --resume auto to go on with "
+                "it, --overwrite to replace it, or take another folder: --set train.output=FOLDER"
             )
         folder.mkdir(parents=True, exist_ok=True)
         if found:
+            remove_all(folder / CHECKPOINTS)
             for path in [*(folder / name for name in _RUN_FILES), *folder.glob("rank-*.log")]:
                 path.unlink(missing_ok=True)
         replace_file(folder / SETTINGS, lambda path: path.write_text(settings, encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"train.output: {folder}: {error.strerror}") from None
+
+
+def keep_metrics(path: Path, steps: int) -> None:
+    """Cut the metrics of a run back to its first updates: what came after them is done again."""
+    if path.exists():
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                break  # written by halves
+            if step <= steps:
+                kept.append(line + "\n")
+        replace_file(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Evaluated", "Finished", "Message", "Sampled", "Started", "StepDone", "as_json"]
+__all__ = ["Evaluated", "Finished", "Message", "Resumed", "Sampled", "Started", "StepDone", "as_json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,21 @@ class Started:
     packed: bool
     planned_bytes: dict[str, int]
     num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A checkpoint was loaded.
+
+    Attributes:
+        path: of the checkpoint.
+        step: updates that were made before it.
+        num_ranks: that saved it.
+    """
+
+    path: str
+    step: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +140,7 @@ class Finished:
     sample: str
 
 
-Message = Started | StepDone | Evaluated | Sampled | Finished
+Message = Started | Resumed | StepDone | Evaluated | Sampled | Finished
 
 
 def as_json(message: Message) -> dict[str, Any]:
