@@ -12,6 +12,7 @@ import shardwise
 from shardwise.comm.base import Comm
 from shardwise.sharding import Sharding, hybrid
 from shardwise.testing.ranks import run_ranks
+
 from .case import State, assert_same, build, state_of, train
 
 FLAT = [({"data": ranks}, stage) for ranks in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]

@@ -17,6 +17,7 @@ from shardwise.checkpoint.names import MANIFEST, check_tag
 from shardwise.checkpoint.save import SaveJob, SaveOptions, free_bytes, new_save_id
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.faults import fault_point
+from shardwise.hooks import backward_is_running
 from shardwise.managed import Managed
 from shardwise.numerics.fingerprint import fingerprint
 
@@ -69,11 +70,11 @@ def save_checkpoint(
     Raises:
         ConfigError: an argument is wrong, or something cannot be kept.
         CheckpointError: it was not saved (the message says what and where); the same on all ranks.
-        StateError: inside a forward or backward, or a save goes on and ``when_pending`` is "refuse".
+        StateError: inside a backward, or a save goes on and ``when_pending`` is "refuse".
         RankMismatchError: some rank did not call it, or with other arguments.
     """
     managed = Managed.of(model)
-    check_between_steps(managed, "save_checkpoint")
+    _check_no_backward("save_checkpoint")
     if when_pending not in ("wait", "refuse"):
         raise ConfigError(f'when_pending must be "wait" or "refuse", got {when_pending!r}')
     rank = managed.council.rank
@@ -160,11 +161,12 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or does not fit; lists everything; the same on all ranks.
-        StateError: inside a forward or backward, or inside ``unsharded``.
+        StateError: inside a backward, or inside ``unsharded``.
         RankMismatchError: some rank did not call it, or loads another checkpoint.
     """
     managed = Managed.of(model)
-    check_between_steps(managed, "load_checkpoint")
+    _check_no_backward("load_checkpoint")
+    managed.clear_failed_backward()
     if any(unit.pins for unit in managed.runtime.units):
         raise StateError("load_checkpoint: inside unsharded(): leave it first")
     if managed.pending_save is not None:
@@ -173,15 +175,9 @@ def load_checkpoint(
     return load(managed, Path(folder).expanduser(), tag, objects or {}, options, verify=verify)
 
 
-def check_between_steps(managed: Managed, what: str) -> None:
-    """Check that no forward or backward is running.
-
-    Raises:
-        StateError: one is.
-    """
-    managed.clear_failed_backward()
-    if managed.hooks.inside():
-        raise StateError(f"{what}: inside a forward or backward: call it between steps")
+def _check_no_backward(what: str) -> None:
+    if backward_is_running():
+        raise StateError(f"{what}: inside a backward: call it between steps")
 
 
 def _options(
