@@ -152,4 +152,5 @@ def main() -> None:
     os._exit(0)  # some systems leave threads behind that do not end
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -266,6 +266,8 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[nn.Module]:
     runtime, units = _units_of(module)
     if runtime.in_backward or any(unit.active for unit in runtime.units):
         raise StateError("unsharded() cannot begin inside a forward or backward")
+    if writes:
+        runtime.announce_change()
     for unit in units:
         unit.pins += 1
         unit.unshard()

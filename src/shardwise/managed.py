@@ -101,7 +101,7 @@ class Managed:
         self.is_released = False
         self.council = Council(mesh, f"model-{settler.agreement.index}")
         self.pending_save: Pending | None = None
-        self.each_step: list[Callable[[], None]] = []  # collective, called by every optimizer before it moves
+        self.before_step: list[Callable[[], None]] = []  # collective, called by every optimizer before it moves
         settler.describe = lambda: [optimizer.settings() for optimizer in self.optimizers]
         self.hooks = ModelHooks(runtime, [unit.module for unit in units], self.check_tree)
         self._bindings: dict[int, Binding] = {}  # by id of the parameter
@@ -339,8 +339,14 @@ class Managed:
         for binding in self._all_bindings():
             binding.note_versions()
 
+    def announce_step(self) -> None:
+        """Tell those who care that an optimizer is about to move. Collective."""
+        for call in tuple(self.before_step):
+            call()
+
     def release(self, *, keep: bool) -> None:
         """Undo the sharding: hooks gone, memory gone; ``keep`` leaves full parameters in the plain model."""
+        self.runtime.announce_change()
         self.hooks.remove()
         self.is_released = True
         if keep:

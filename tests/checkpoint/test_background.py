@@ -68,7 +68,8 @@ def test_training_goes_on_and_the_end_is_noticed_at_a_step(tmp_path: Path) -> No
             if managed.pending_save is None:
                 break
         assert managed.pending_save is None
-        assert not managed.each_step
+        assert not managed.before_step
+        assert not managed.runtime.before_change
 
     run_ranks(3, body)
     assert read_latest(tmp_path) == "step-0"

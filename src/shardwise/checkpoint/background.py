@@ -1,4 +1,6 @@
-"""A save that goes on while training does: on a snapshot, in a thread, without collectives.
+"""A save that goes on while training does: in a thread, without collectives.
+
+It reads the live state until that is about to change; what is not written then is copied (``blocks.Held``).
 
 The thread meets those of the other ranks through the council of its own. While a save is pending, every optimizer
 step asks all ranks how it stands, so an error reaches the same step everywhere.
@@ -8,10 +10,13 @@ import atexit
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from shardwise.checkpoint.blocks import Held
+from shardwise.checkpoint.manifest import WHOLE_COPIES
 from shardwise.checkpoint.save import SaveJob, describe
 from shardwise.comm.council import Council, round_seconds
 from shardwise.errors import CheckpointError
@@ -28,14 +33,20 @@ class PendingSave:
 
     def __init__(self, managed: Managed, job: SaveJob) -> None:
         self._managed = managed
-        self._job = job
+        self._held = [Held(part.flat) for part in job.contents.parts]
+        parts = [replace(part, held=held) for part, held in zip(job.contents.parts, self._held, strict=True)]
+        self._job = replace(job, contents=replace(job.contents, parts=tuple(parts)))
+        for part, held in zip(parts, self._held, strict=True):
+            if part.stored.kind in WHOLE_COPIES:  # a forward may change buffers
+                held.secure()
         self._problem = ""
         self._reported = False
         council = Council(managed.mesh, f"save-{job.save_id}")
         self._exchange = lambda what, text: council.round(f"save_checkpoint: {what}", text, seconds=_WRITE_SECONDS)
         self._thread = threading.Thread(target=self._run, name=f"save {job.options.tag}", daemon=True)
         managed.pending_save = self
-        managed.each_step.append(self._ask)
+        managed.runtime.before_change.append(self._secure)
+        managed.before_step.append(self._ask)
         atexit.register(self._at_exit)
         self._thread.start()
 
@@ -66,6 +77,11 @@ class PendingSave:
         except BaseException as error:
             self._problem = describe(error) or type(error).__name__
 
+    def _secure(self) -> None:
+        """The state is about to change: copy what is not written yet."""
+        for held in self._held:
+            held.secure()
+
     def _ask(self) -> None:
         """Learn from all ranks how the save stands; forget it when it is over."""
         status = _RUNNING if self._thread.is_alive() else _FAILED if self._problem else _DONE
@@ -81,7 +97,8 @@ class PendingSave:
     def _forget(self) -> None:
         self._reported = True
         self._managed.pending_save = None
-        self._managed.each_step.remove(self._ask)
+        self._managed.runtime.before_change.remove(self._secure)
+        self._managed.before_step.remove(self._ask)
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:

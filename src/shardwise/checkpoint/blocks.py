@@ -8,8 +8,9 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,46 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_BYTES", "BlockWriter", "read_blocks"]
+__all__ = ["BLOCK_BYTES", "BlockReader", "BlockWriter", "Held", "as_bytes"]
 
 BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 3
 _ALIGN_BYTES = 4096  # of offsets, lengths and memory, for O_DIRECT
+
+
+class Held:
+    """The bytes of one tensor that are written later: the live ones, until they are about to change.
+
+    Args:
+        flat: contiguous, any device.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self._raw = as_bytes(flat)
+        self._is_copy = False
+        self._lock = threading.Lock()
+        self.num_bytes = self._raw.numel()
+
+    def copy_to(self, start: int, target: Tensor) -> None:
+        """Copy bytes from ``start`` on into flat uint8 memory."""
+        with self._lock:
+            target.copy_(self._raw[start : start + target.numel()])
+
+    def secure(self) -> None:
+        """Keep the bytes as they are now, in host memory; what was let go is not copied."""
+        with self._lock:
+            if not self._is_copy and self._raw.numel():
+                self._raw, self._is_copy = self._raw.to("cpu", copy=True), True
+
+    def let_go(self) -> None:
+        """Forget the bytes: they were written."""
+        with self._lock:
+            self._raw = torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a flat contiguous tensor as uint8, without a copy."""
+    return flat.detach().view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 class BlockWriter:
@@ -44,12 +80,13 @@ class BlockWriter:
     def __enter__(self) -> "BlockWriter":
         return self
 
-    def write(self, raw: Tensor) -> Iterator[memoryview]:
-        """Append a flat uint8 tensor on any device; yield each part as it lies in the block, before it leaves."""
+    def write(self, given: Held | Tensor) -> Iterator[memoryview]:
+        """Append the bytes of a flat tensor; yield each part as it lies in the block, before it leaves."""
+        source = given if isinstance(given, Held) else Held(given)
         position = 0
-        while position < raw.numel():
-            length = min(BLOCK_BYTES - self._filled, raw.numel() - position)
-            self._views[self._current][self._filled : self._filled + length].copy_(raw[position : position + length])
+        while position < source.num_bytes:
+            length = min(BLOCK_BYTES - self._filled, source.num_bytes - position)
+            source.copy_to(position, self._views[self._current][self._filled : self._filled + length])
             yield memoryview(self._blocks[self._current])[self._filled : self._filled + length]
             position += length
             self._filled += length
@@ -93,42 +130,65 @@ class BlockWriter:
         os.fsync(self._file)
 
 
-def read_blocks(file: int, offset: int, num_bytes: int) -> Iterator[Tensor]:
-    """Yield a range of a file as flat uint8 tensors, which are valid until the next one; read ahead by one.
+class BlockReader:
+    """Reads ranges of one file, some blocks ahead and several at once, with buffers that live as long as it does.
 
-    Raises:
-        EOFError: the file is shorter.
-        OSError: it cannot be read.
+    Args:
+        file: descriptor, open for reading; stays the caller's.
     """
-    if not num_bytes:
-        return
-    blocks = [mmap.mmap(-1, min(BLOCK_BYTES, num_bytes)) for _ in range(2)]
 
-    def fetch(number: int) -> Tensor:
-        start = number * BLOCK_BYTES
-        length = min(BLOCK_BYTES, num_bytes - start)
-        view = memoryview(blocks[number % 2])[:length]
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._blocks: list[mmap.mmap] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+        """Yield ranges ``(offset, num_bytes)``, in parts: number of the range, and its next bytes as flat uint8.
+
+        A tensor is valid until the next one.
+
+        Raises:
+            EOFError: the file is shorter.
+            OSError: it cannot be read.
+        """
+        parts = [
+            (number, offset + start, min(BLOCK_BYTES, num_bytes - start))
+            for number, (offset, num_bytes) in enumerate(ranges)
+            for start in range(0, num_bytes, BLOCK_BYTES)
+        ]
+        if not parts:
+            return
+        if not self._blocks:
+            self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
+        if len(parts) == 1:
+            yield parts[0][0], self._fetch(0, *parts[0][1:])
+            return
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(_NUM_BLOCKS - 1)
+        coming: deque[Future[Tensor]] = deque()
+        for index in range(len(parts) + _NUM_BLOCKS - 1):
+            if index < len(parts):
+                coming.append(self._thread.submit(self._fetch, index % _NUM_BLOCKS, *parts[index][1:]))
+            if index >= _NUM_BLOCKS - 1:
+                yield parts[index - _NUM_BLOCKS + 1][0], coming.popleft().result()
+
+    def _fetch(self, block: int, offset: int, length: int) -> Tensor:
+        view = memoryview(self._blocks[block])[:length]
         done = 0
         while done < length:
-            count = os.preadv(file, [view[done:]], offset + start + done)
+            count = os.preadv(self._file, [view[done:]], offset + done)
             if count == 0:
                 raise EOFError("the file ends early")
             done += count
         return torch.frombuffer(view, dtype=torch.uint8)
-
-    num_blocks = -(-num_bytes // BLOCK_BYTES)
-    if num_blocks == 1:
-        yield fetch(0)
-        return
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_SEQUENTIAL)
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(fetch, 0)
-        for number in range(num_blocks):
-            block = coming.result()
-            if number + 1 < num_blocks:
-                coming = thread.submit(fetch, number + 1)
-            yield block
 
 
 def _create(path: Path) -> int:

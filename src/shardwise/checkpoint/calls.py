@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.background import PendingSave
-from shardwise.checkpoint.contents import Contents, Part, Stateful, collect_contents
+from shardwise.checkpoint.contents import Contents, Stateful, collect_contents
 from shardwise.checkpoint.load import Loaded, load, raise_together
 from shardwise.checkpoint.match import LoadOptions
 from shardwise.checkpoint.names import MANIFEST, check_tag
@@ -60,8 +60,9 @@ def save_checkpoint(
         exclude_frozen: leave out parameters that do not train; it loads with ``strict=False`` only.
         keep_last: remove whole checkpoints but the last so many, once this one was read back; None: keep all.
         keep: tags that are never removed.
-        background: return after a copy in memory was made; the rest happens beside training, and what goes wrong is
-            raised by the next optimizer step. ``wait_for_save`` waits for the end.
+        background: return at once. The state is written beside the next forward and backward; what is left when the
+            optimizer is about to change it is copied to host memory. What goes wrong is raised by an optimizer step
+            that follows, on all ranks. ``wait_for_save`` waits for the end.
         when_pending: what to do if a save in the background goes on: "wait" for it, or "refuse" with an error.
 
     Returns:
@@ -112,7 +113,7 @@ def save_checkpoint(
     _check_alike(answers, options)
     job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(managed, job.contents))
     if background:
-        return PendingSave(managed, replace(job, contents=_snapshot(job.contents))).path
+        return PendingSave(managed, job).path
     return job.run(lambda what, text: _exchange(managed, what, text))
 
 
@@ -250,14 +251,6 @@ def _without_copies(managed: Managed, contents: Contents) -> Contents:
         return contents
     kept = tuple(p for p in contents.parts if p.stored.kind != "buffer" or p.stored.name not in repeated)
     return replace(contents, parts=kept)
-
-
-def _snapshot(contents: Contents) -> Contents:
-    """Copy every tensor to host memory."""
-    parts = tuple(
-        Part(stored=part.stored, start=part.start, flat=part.flat.to("cpu", copy=True)) for part in contents.parts
-    )
-    return replace(contents, parts=parts)
 
 
 def _exchange(managed: Managed, what: str, text: str) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.blocks import Held, as_bytes
 from shardwise.checkpoint.generators import generator_states
 from shardwise.checkpoint.manifest import Group, Kind, OptimizerFacts, Param, Stored, Values
 from shardwise.checkpoint.plain import Plain, to_plain
-from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES, as_bytes
+from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import ConfigError
 from shardwise.layout import Slot
 from shardwise.managed import Managed
@@ -57,11 +58,13 @@ class Part:
         stored: which tensor, without pieces.
         start: of the first element, in row-major order.
         flat: [n], live.
+        held: what is written later, where that is not at once.
     """
 
     stored: Stored
     start: int
     flat: Tensor
+    held: Held | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

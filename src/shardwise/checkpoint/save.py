@@ -292,7 +292,7 @@ def _entry(part: Part) -> Entry:
     """Return the entry of a part: in its own shape if it is one box, flat otherwise."""
     boxes = range_to_boxes(part.stored.shape, part.start, part.start + part.flat.numel())
     shape = boxes[0][1] if len(boxes) == 1 else (part.flat.numel(),)
-    return Entry(key=part.stored.key, shape=shape, flat=part.flat)
+    return Entry(key=part.stored.key, shape=shape, flat=part.flat, held=part.held)
 
 
 def _unlike(values: Values, first: Values) -> RankValues:

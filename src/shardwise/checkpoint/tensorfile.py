@@ -17,12 +17,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockWriter, read_blocks
+from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, Held
 from shardwise.checkpoint.manifest import DTYPES, FileFacts
 from shardwise.checkpoint.names import open_inside
 from shardwise.errors import CheckpointError
 
-__all__ = ["NAMES_OF_DTYPES", "Entry", "TensorFile", "Written", "as_bytes", "file_bytes", "write_file"]
+__all__ = ["NAMES_OF_DTYPES", "Entry", "TensorFile", "Written", "file_bytes", "write_file"]
 
 NAMES_OF_DTYPES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _MAX_HEADER_BYTES = 1 << 28
@@ -37,11 +37,13 @@ class Entry:
         key: its name.
         shape: as the file tells it.
         flat: [numel] contiguous, any device.
+        held: what its bytes are read from; None: ``flat``.
     """
 
     key: str
     shape: tuple[int, ...]
     flat: Tensor
+    held: Held | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +95,10 @@ def write_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]
         for _ in writer.write(torch.frombuffer(bytearray(head), dtype=torch.uint8)):
             pass
         for entry in ordered:
-            digest = xxhash.xxh3_128()
-            for block in writer.write(as_bytes(entry.flat)):
+            digest, held = xxhash.xxh3_128(), entry.held or Held(entry.flat)
+            for block in writer.write(held):
                 digest.update(block)
+            held.let_go()
             hashes[entry.key] = digest.hexdigest()
     facts = FileFacts(bytes=writer.num_bytes, header=xxhash.xxh3_128_hexdigest(head))
     return Written(facts=facts, hashes=hashes)
@@ -106,6 +109,11 @@ class _Place:
     dtype: torch.dtype
     numel: int
     offset: int  # of its first byte in the file
+
+    @property
+    def num_bytes(self) -> int:
+        """Length."""
+        return self.numel * self.dtype.itemsize
 
 
 class TensorFile:
@@ -124,6 +132,7 @@ class TensorFile:
     def __init__(self, folder: Path, name: str, facts: FileFacts, save_id: str) -> None:
         self.path = folder / name
         self._file = open_inside(folder, name)
+        self._reader = BlockReader(self._file)
         try:
             self.metadata, self._places = self._read_header(facts)
             if self.metadata.get("save_id") != save_id:
@@ -137,6 +146,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Let go of the file."""
+        self._reader.close()
         os.close(self._file)
 
     def check_entry(self, key: str, dtype: torch.dtype, numel: int) -> None:
@@ -150,19 +160,28 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: has no entry {key} of {numel} elements of {dtype}")
 
     def hash(self, key: str) -> str:
-        """Return the hash of an entry's bytes.
+        """Return the hash of the bytes of one entry.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
-        digest = xxhash.xxh3_128()
-        place = self._places[key]
+        return self.hashes([key])[key]
+
+    def hashes(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the hashes of the bytes of entries, read in the order of the file.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        ordered = sorted(keys, key=lambda key: self._places[key].offset)
+        digests = [xxhash.xxh3_128() for _ in ordered]
+        places = [self._places[key] for key in ordered]
         try:
-            for block in read_blocks(self._file, place.offset, place.numel * place.dtype.itemsize):
-                digest.update(block.numpy().data)
+            for number, block in self._reader.read([(place.offset, place.num_bytes) for place in places]):
+                digests[number].update(block.numpy().data)
         except (OSError, EOFError) as error:
-            raise CheckpointError(f"{self.path}: {key}: {error}") from None
-        return digest.hexdigest()
+            raise CheckpointError(f"{self.path}: {error}") from None
+        return {key: digest.hexdigest() for key, digest in zip(ordered, digests, strict=True)}
 
     @torch.no_grad()
     def read(self, key: str, start: int, out: Tensor) -> None:
@@ -175,7 +194,7 @@ class TensorFile:
         assert 0 <= start <= start + out.numel() <= place.numel, f"{key} has {place.numel} elements"
         position, size = 0, place.dtype.itemsize
         try:
-            for block in read_blocks(self._file, place.offset + start * size, out.numel() * size):
+            for _, block in self._reader.read([(place.offset + start * size, out.numel() * size)]):
                 values = block.view(place.dtype)
                 out[position : position + values.numel()].copy_(values)
                 position += values.numel()
@@ -214,11 +233,6 @@ def _place(fields: Mapping[str, Any], base: int, num_bytes: int) -> _Place:
     if end - begin != numel * dtype.itemsize or base + end > num_bytes:
         raise ValueError(f"entry {fields} in a file of {num_bytes} bytes")
     return _Place(dtype=dtype, numel=numel, offset=base + begin)
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """Return a flat contiguous tensor as uint8, without a copy."""
-    return flat.detach().view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 assert BLOCK_BYTES % 16 == 0, "no element may be cut by a block"

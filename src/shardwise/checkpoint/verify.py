@@ -52,14 +52,23 @@ def verify_share(path: Path, manifest: Manifest, rank: int, num_ranks: int) -> N
 
 
 def _damaged(file: TensorFile, pieces: list[tuple[Stored, Piece]]) -> Iterator[str]:
+    expected: dict[str, str] = {}
     for item, piece in pieces:
         start, stop = item.range_of(piece)
         try:
             file.check_entry(item.key, DTYPES[item.dtype], stop - start)
-            if file.hash(item.key) != piece.hash:
-                yield f"{file.path}: {item.key} is damaged: its hash is not the manifest's"
         except CheckpointError as error:
             yield str(error)
+        else:
+            expected[item.key] = piece.hash
+    try:
+        found = file.hashes(list(expected))
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for key, value in expected.items():
+        if found[key] != value:
+            yield f"{file.path}: {key} is damaged: its hash is not the manifest's"
 
 
 def _share(manifest: Manifest, rank: int, num_ranks: int) -> Iterator[tuple[Stored, Piece]]:

@@ -179,8 +179,7 @@ class OptimizerLink:
             )
         args, kwargs = _run_closure(args, kwargs)
         self.applied = False
-        for call in tuple(managed.each_step):
-            call()
+        managed.announce_step()
         managed.clear_failed_forward()
         managed.check_edits()
         settlement = managed.settler.settle()
@@ -195,6 +194,7 @@ class OptimizerLink:
                 f"step {runtime.num_steps - 1}: gradients are not finite, first in {where}; no rank was updated. Pass "
                 'on_nonfinite="skip" to shard_optimizer to skip such steps, "ignore" to apply them'
             )
+        runtime.announce_change()
         skip = bad and (runtime.scaler is not None or self.on_nonfinite == "skip")
         for fragments in self.fragments():
             bucket = fragments.bucket

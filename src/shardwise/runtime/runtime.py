@@ -6,7 +6,7 @@ around a unit is asked of a pure ``Schedule``; the exchange before a step is in 
 
 import warnings
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -66,6 +66,7 @@ class Runtime:
         grads_version: changes whenever gradients do; results computed from them carry it.
         last_walk: the last root forward with grad mode.
         late_here: units that turned out late on this rank; the next record tells the others.
+        before_change: called before masters or optimizer states change.
     """
 
     def __init__(self, units: Sequence[Unit], means: Means, schedule: Schedule, scaler: LossScaler | None) -> None:
@@ -81,6 +82,7 @@ class Runtime:
         self.last_walk = Walk()
         self._trace: list[TraceEvent] | None = None
         self._backward: _Backward | None = None
+        self.before_change: list[Callable[[], None]] = []
         self._reducing: deque[GradBuffers] = deque()
 
     @property
@@ -207,6 +209,11 @@ class Runtime:
             self._reduce([bucket for bucket in self.units[index].trainable_buckets() if bucket in waiting])
         self.window = window
         self._drain()
+
+    def announce_change(self) -> None:
+        """Tell those who care that masters or optimizer states are about to change."""
+        for call in tuple(self.before_change):
+            call()
 
     def end_step(self, updated: Container[Bucket]) -> None:
         """An optimizer step ended: bring the updated buckets' parameters back, unit by unit, in forward order."""
