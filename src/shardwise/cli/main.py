@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.checkpoint import checkpoint_app
 from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
@@ -47,6 +48,7 @@ app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
 app.command()(train)
 app.command()(doctor)
+app.add_typer(checkpoint_app)
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ def import_dcp(
     tied: Mapping[str, str] | None = None,
     optimizer: str | None = None,
     drop_unknown: bool = False,
+    verify: bool = True,
 ) -> Path:
     """Make a checkpoint from one that ``dcp.save`` wrote.
 
@@ -55,15 +56,18 @@ def import_dcp(
         tied: other names of tied weights -> their name; torch writes each as a tensor of its own.
         optimizer: class of the optimizer; None: told by its state.
         drop_unknown: leave out what is neither model nor optimizer and no plain value; otherwise that is an error.
+        verify: compare the checksums of the files, which torch itself does not.
 
     Raises:
         CheckpointError: it is damaged, leads outside, wants something to run, or holds what a checkpoint does not.
     """
     facts = read_dcp_metadata(source)
     with _staging(folder) as staging:
-        items = _Items(source, facts, staging)
+        items = _Items(source, facts, staging, verify)
         note = Note.parse(items.value(NOTE), str(source)) if NOTE in facts.values else None
-        incoming = Incoming(source, buffers={*buffers, *(note.buffers if note else ())})
+        incoming = Incoming(
+            source, buffers={*buffers, *(note.buffers if note else ())}, frozen=note.frozen if note else ()
+        )
         sections = _sections(facts)
         _add_model(incoming, items, sections["model"], dict(tied or {}) | (note.aliases if note else {}))
         read = ReadOptimizer(incoming, items.tensor, items.value, facts)
@@ -141,10 +145,11 @@ class _Items:
         CheckpointError: a file is missing or shorter than the metadata says.
     """
 
-    def __init__(self, source: Path, facts: DcpFacts, staging: Path) -> None:
+    def __init__(self, source: Path, facts: DcpFacts, staging: Path, verify: bool) -> None:
         self.source = source
         self.facts = facts
         self._staging = staging
+        self._verify = verify
         places = [chunk.place for item in facts.tensors.values() for chunk in item.chunks]
         lengths = {file: self._length(file) for file in {place.file for place in (*places, *facts.values.values())}}
         for place in (*places, *facts.values.values()):
@@ -194,7 +199,7 @@ class _Items:
             stream.seek(place.offset)
             raw = io.BytesIO(stream.read(place.num_bytes))
         where = f"{self.source / place.file}: {key}"
-        check_zip(raw, where, place.num_bytes)
+        check_zip(raw, where, place.num_bytes, verify=self._verify)
         raw.seek(0)
         return load_values(raw, where)
 

@@ -19,9 +19,10 @@ from shardwise.checkpoint.manifest import Manifest, OptimizerFacts, Stored
 from shardwise.checkpoint.plain import from_plain
 from shardwise.errors import CheckpointError
 
-__all__ = ["NOTE", "Leaf", "Note", "leaves_of"]
+__all__ = ["NOTE", "WRITTEN", "Leaf", "Note", "leaves_of"]
 
 NOTE = "shardwise"
+WRITTEN = "torch.distributed.checkpoint"  # among the objects of a checkpoint that dcp.save wrote: values and paths
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -34,6 +35,7 @@ class Note(BaseModel):
         optimizers: name of the class and number of groups, of each optimizer.
         aliases: other name of a tied weight -> name.
         buffers: names of buffers.
+        frozen: parameters that do not train.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -42,6 +44,7 @@ class Note(BaseModel):
     optimizers: tuple[tuple[str, Count], ...]
     aliases: dict[str, str]
     buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
     loss_scale: dict[str, float] | None
     objects: dict[str, Any]
     user: Any
@@ -55,6 +58,7 @@ class Note(BaseModel):
             optimizers=tuple((facts.class_name, len(facts.groups)) for facts in values.optimizers),
             aliases={alias: param.name for param in manifest.params for alias in param.aliases},
             buffers=tuple(item.name for item in manifest.stored if item.kind == "buffer"),
+            frozen=tuple(param.name for param in manifest.params if not param.trainable),
             loss_scale=values.loss_scale,
             objects=values.objects,
             user=values.user,
@@ -96,11 +100,24 @@ def leaves_of(manifest: Manifest, where: str) -> dict[str, Leaf]:
         CheckpointError: two things would have one key.
     """
     found: dict[str, Leaf] = {}
-    for leaf in _leaves(manifest):
+    for leaf in _written(manifest) if WRITTEN in manifest.values.objects else _leaves(manifest):
         if leaf.key in found:
             raise CheckpointError(f"{where}: two values would be called {leaf.key} in a nested state dict")
         found[leaf.key] = leaf
     return found
+
+
+def _written(manifest: Manifest) -> Iterator[Leaf]:
+    """Yield what ``ShardwiseStorageWriter`` wrote, under the keys that it was given."""
+    try:
+        told = manifest.values.objects[WRITTEN]
+        values, paths = told["values"], {key: tuple(path) for key, path in told["paths"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"checkpoint {manifest.tag!r}: its object {WRITTEN!r} is malformed") from None
+    for param in manifest.params:
+        yield Leaf(path=paths.get(param.name, (param.name,)), stored=manifest.by_key[f"param.{param.name}"])
+    for key, value in values.items():
+        yield Leaf(path=paths.get(key, (key,)), value=from_plain(value))
 
 
 def _leaves(manifest: Manifest) -> Iterator[Leaf]:

@@ -110,9 +110,9 @@ def _nested(leaves: dict[str, Leaf]) -> dict[str, Any]:
                 groups[number][str(option)] = value
             case ("model", name):
                 top["model"][name] = value
-            case (name,):
-                top[str(name)] = value
-    return top
+            case _:
+                top[leaf.key] = value
+    return top if groups else {key: value for key, value in top.items() if key != "optim"}
 
 
 @contextlib.contextmanager

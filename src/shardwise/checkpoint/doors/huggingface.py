@@ -6,6 +6,7 @@ name; its other names are in the metadata of the file, as ``safetensors.torch.sa
 
 import contextlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.blocks import BlockWriter
 from shardwise.checkpoint.doors.incoming import Incoming, shown
-from shardwise.checkpoint.doors.outgoing import Outgoing, Weight, new_directory
+from shardwise.checkpoint.doors.outgoing import Outgoing, Weight, new_directory, raw_bytes
 from shardwise.checkpoint.folder import write_whole
-from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES, as_bytes
+from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import CheckpointError
 
 __all__ = ["export_huggingface", "import_huggingface"]
@@ -134,16 +134,12 @@ def _write(path: Path, weights: Sequence[Weight], outgoing: Outgoing) -> None:
         position = stop
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    with BlockWriter(path) as writer:
-        _put(writer, torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+    with open(path, "xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
         for weight in ordered:
-            for block in outgoing.blocks(weight):
-                _put(writer, as_bytes(block))
-
-
-def _put(writer: BlockWriter, raw: Tensor) -> None:
-    for _ in writer.write(raw):
-        pass
+            stream.writelines(raw_bytes(block).numpy().data for block in outgoing.blocks(weight))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _files(source: Path) -> Iterator[Path]:

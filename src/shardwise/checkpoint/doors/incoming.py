@@ -35,10 +35,12 @@ class Incoming:
     Args:
         source: what is imported, for messages.
         buffers: names that are buffers; others are, if they hold whole numbers or are called as those of a batch norm.
+        frozen: parameters that did not train.
     """
 
     source: Path
     buffers: Collection[str] = ()
+    frozen: Collection[str] = ()
     params: dict[str, Param] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     extra_state: dict[str, Plain] = field(default_factory=dict)
@@ -59,7 +61,13 @@ class Incoming:
             self._add("buffer", name, real_view(tensor, name))
             return
         param = self._add("param", name, tensor)
-        self.params[name] = Param(name=name, shape=param.shape, dtype=param.dtype, aliases=tuple(aliases))
+        self.params[name] = Param(
+            name=name,
+            shape=param.shape,
+            dtype=param.dtype,
+            aliases=tuple(aliases),
+            trainable=name not in self.frozen,
+        )
 
     def add_state(self, name: str, state: str, tensor: Tensor) -> None:
         """Take over element-wise state that the optimizer has of a parameter.

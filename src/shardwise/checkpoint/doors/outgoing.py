@@ -14,14 +14,16 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.folder import commit, make_temporary, read_manifest, sync_folder
-from shardwise.checkpoint.manifest import DTYPES, Manifest, Stored
+from shardwise.checkpoint.folder import commit, find_checkpoints, make_temporary, read_manifest, sync_folder
+from shardwise.checkpoint.load import resolve_tag
+from shardwise.checkpoint.manifest import DTYPES, WHOLE_COPIES, Manifest, Stored
+from shardwise.checkpoint.names import LATEST, MANIFEST
 from shardwise.checkpoint.save import new_save_id
 from shardwise.checkpoint.source import TensorSource
 from shardwise.checkpoint.verify import verify_files
 from shardwise.errors import CheckpointError
 
-__all__ = ["Outgoing", "Weight", "fill", "new_directory", "new_file", "open_checkpoint"]
+__all__ = ["Outgoing", "Weight", "fill", "find_checkpoint", "new_directory", "new_file", "open_checkpoint", "raw_bytes"]
 
 _BLOCK_NUMEL = 1 << 22
 
@@ -109,7 +111,10 @@ class Outgoing:
     def read_stored(self, item: Stored) -> Tensor:
         """Return one tensor of the checkpoint as a whole, in host memory, as it is stored."""
         out = torch.empty(item.shape, dtype=DTYPES[item.dtype])
-        self.source.read(item, 0, out.view(-1))
+        if item.kind in WHOLE_COPIES:
+            self.source.read_copy(item, 0, out.view(-1))
+        else:
+            self.source.read(item, 0, out.view(-1))
         return out
 
 
@@ -122,6 +127,11 @@ def fill(out: Tensor, blocks: Iterator[Tensor]) -> None:
     assert position == flat.numel(), f"{position} of {flat.numel()} elements"
 
 
+def raw_bytes(flat: Tensor) -> Tensor:
+    """Return a flat contiguous tensor as uint8, without a copy."""
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 def open_checkpoint(path: Path, *, verify: bool) -> Manifest:
     """Return the manifest of a checkpoint.
 
@@ -129,6 +139,21 @@ def open_checkpoint(path: Path, *, verify: bool) -> Manifest:
         CheckpointError: it is missing or damaged; with ``verify``, also if a tensor is not what was written.
     """
     return verify_files(path) if verify else read_manifest(path)
+
+
+def find_checkpoint(path: Path, tag: str | None = None) -> Path:
+    """Return the directory of a checkpoint: ``path`` itself, or the one in it that ``tag`` or ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if tag is None and (path / MANIFEST).exists():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no checkpoint")
+    if tag is None and not os.path.lexists(path / LATEST) and not find_checkpoints(path):
+        read_manifest(path)  # tells what it is instead
+    return path / resolve_tag(path, tag)
 
 
 def _weights(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Weight]:

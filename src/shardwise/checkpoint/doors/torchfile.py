@@ -47,7 +47,13 @@ def export_torch(path: Path, target: Path, *, dtype: torch.dtype | None = None, 
 
 
 def import_torch(
-    source: Path, folder: Path, tag: str | None = None, *, buffers: Collection[str] = (), step: int = 0
+    source: Path,
+    folder: Path,
+    tag: str | None = None,
+    *,
+    buffers: Collection[str] = (),
+    step: int = 0,
+    verify: bool = True,
 ) -> Path:
     """Make a checkpoint of weights from a state dict. The file is mapped, each byte is read once.
 
@@ -58,11 +64,12 @@ def import_torch(
         tag: name of the checkpoint; None: ``step-<step>``.
         buffers: names that are buffers; whole numbers and those of a batch norm are taken for buffers anyway.
         step: updates so far.
+        verify: compare the checksums of the file, which torch itself does not.
 
     Raises:
         CheckpointError: the file cannot be read without running what it says, or holds what a checkpoint does not.
     """
-    state = _state_dict(source)
+    state = _state_dict(source, verify)
     incoming = Incoming(source, buffers=buffers)
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():
@@ -97,26 +104,34 @@ def load_values(file: Path | IO[bytes], where: str, *, mapped: bool = False) -> 
         ) from None
 
 
-def check_zip(file: Path | IO[bytes], where: str, num_bytes: int) -> None:
-    """Check that a file of ``torch.save`` holds no more than it has bytes.
+def check_zip(file: Path | IO[bytes], where: str, num_bytes: int, *, verify: bool) -> None:
+    """Check that a file of ``torch.save`` holds no more than it has bytes, and that they are what was written.
 
     Raises:
-        CheckpointError: it does, or is no zip file.
+        CheckpointError: it does, they are not, or it is no zip file.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            packed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+            if packed or sum(entry.file_size for entry in entries) > num_bytes:
+                raise CheckpointError(f"{where}: holds more than its {num_bytes} bytes: {shown(packed)}")
+            damaged = archive.testzip() if verify else None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{where}: is no file of torch.save: {error}") from None
-    packed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(entry.file_size for entry in entries) > num_bytes:
-        raise CheckpointError(f"{where}: holds more than its {num_bytes} bytes: {shown(packed) or 'entries overlap'}")
+    if damaged is not None:
+        raise CheckpointError(
+            f"{where}: {damaged} is damaged: its checksum does not fit. If the file was saved without checksums, do "
+            "not verify"
+        )
 
 
-def _state_dict(source: Path) -> Mapping[str, Any]:
+def _state_dict(source: Path, verify: bool) -> Mapping[str, Any]:
     if not source.is_file():
         raise CheckpointError(f"{source}: is no file of torch.save")
-    check_zip(source, str(source), source.stat().st_size)
+    check_zip(source, str(source), source.stat().st_size, verify=verify)
     loaded = load_values(source, str(source), mapped=True)
     for key in _WRAPPERS:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
