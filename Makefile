@@ -51,6 +51,7 @@ bench: $(STAMP)  ## run the short forms of the benchmarks and write benchmarks/R
 	$(BIN)/python benchmarks/prefetch.py --reps 1 --warmup 2 --steps 4
 	$(BIN)/python benchmarks/host.py --reps 1
 	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/checkpoint.py --reps 2
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/render.py
 

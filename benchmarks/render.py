@@ -27,7 +27,7 @@ def section(record: dict[str, Any]) -> str:
 
 def main() -> None:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    order = ["step", "wire", "memory", "prefetch", "host", "optimizer", "quality"]
+    order = ["step", "wire", "memory", "prefetch", "host", "optimizer", "checkpoint", "quality"]
     records.sort(key=lambda record: order.index(record["name"]) if record["name"] in order else len(order))
     text = "\n".join([HEAD, *(section(record) for record in records)])
     (FOLDER / "RESULTS.md").write_text(text.rstrip() + "\n", encoding="utf-8")

@@ -63,6 +63,8 @@ def unknown_commands(text: str) -> list[str]:
         if match is None:
             continue
         command = getattr(program, "commands", {}).get(match[1])
+        if hasattr(command, "commands"):  # a group of commands
+            command = command.commands.get(match[2].split()[0] if match[2].split() else "", command)
         options = {"--help"} | {option for param in getattr(command, "params", ()) for option in param.opts}
         if command is None or set(re.findall(r"--[\w-]+", match[2])) - options:
             unknown.append(line)

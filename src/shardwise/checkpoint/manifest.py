@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: what is in it, in global coordinates, and the hash of each piece. Pure: no tensors.
 
-docs/reference/checkpoint-format.md describes the file for whoever writes a reader of their own.
+docs/checkpoint-format.md describes the file for whoever writes a reader of their own.
 """
 
 import json

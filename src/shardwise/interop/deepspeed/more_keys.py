@@ -122,9 +122,11 @@ ACTIVATION_AND_FILES = (
     ),
     Key("aio.use_gds", BOOL, Fate.LATER, quiet=(False,), why=NVME_ONLY),
     Key(
-        "checkpoint.tag_validation", one_of("ignore", "warn", "fail"), Fate.LATER, quiet=("ignore", "warn"), why=SAVING
+        "checkpoint.tag_validation", one_of("ignore", "warn", "fail"), Fate.NO_EFFECT, why="unlike tags always fail here"
     ),
-    Key("checkpoint.load_universal", BOOL, Fate.LATER, quiet=(False,), why=SAVING),
+    Key(
+        "checkpoint.load_universal", BOOL, Fate.NO_EFFECT, why="every checkpoint loads on any number of ranks here"
+    ),
     Key("checkpoint.use_node_local_storage", BOOL, Fate.LATER, quiet=(False,), why=SAVING),
     Key("checkpoint.parallel_write.pipeline_stage", BOOL, Fate.LATER, quiet=(False,), why=SAVING),
     Key("checkpoint.checkpoint_serialization", BOOL, Fate.LATER, quiet=(True,), why=SAVING),
