@@ -75,6 +75,7 @@ def test_import_takes_views_and_extra_state(tmp_path: Path) -> None:
     import_torch(tmp_path / "model.pt", tmp_path / "in", "x")
     export_torch(tmp_path / "in" / "x", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert back.pop("m._extra_state") == {"scale": 0.5}
     assert_same(back, {"t": whole.t().contiguous(), "part": whole[1:3]})
     assert read_manifest(tmp_path / "in" / "x").values.extra_state == {"m": {"scale": 0.5}}
 

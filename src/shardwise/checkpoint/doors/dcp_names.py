@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from shardwise.checkpoint.contents import NOT_KEPT
+from shardwise.checkpoint.doors.incoming import extra_state_name
 from shardwise.checkpoint.manifest import Manifest, OptimizerFacts, Stored
 from shardwise.checkpoint.plain import from_plain
 from shardwise.errors import CheckpointError
@@ -131,8 +132,7 @@ def _leaves(manifest: Manifest) -> Iterator[Leaf]:
         elif item.kind == "optim":
             yield Leaf(path=("optim", "state", item.name, item.state), stored=item)
     for module, state in manifest.values.extra_state.items():
-        name = f"{module}._extra_state" if module else "_extra_state"
-        yield Leaf(path=("model", name), value=from_plain(state))
+        yield Leaf(path=("model", extra_state_name(module)), value=from_plain(state))
     number = 0
     for facts in manifest.values.optimizers:
         yield from _scalars(facts, manifest)

@@ -21,7 +21,7 @@ from shardwise.checkpoint.save import SaveOptions, write_contents
 from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import CheckpointError, ConfigError
 
-__all__ = ["Incoming", "check_dense", "extra_state_module", "plain_or_refuse", "shown"]
+__all__ = ["Incoming", "check_dense", "extra_state_module", "extra_state_name", "plain_or_refuse", "shown"]
 
 _EXTRA_STATE = "_extra_state"
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
@@ -161,6 +161,11 @@ def extra_state_module(name: str) -> str | None:
     """Return the module whose extra state a name of a state dict means; None for other names."""
     head, _, last = name.rpartition(".")
     return head if last == _EXTRA_STATE else None
+
+
+def extra_state_name(module: str) -> str:
+    """Return the name that a state dict gives to the extra state of a module."""
+    return f"{module}.{_EXTRA_STATE}" if module else _EXTRA_STATE
 
 
 def plain_or_refuse(value: Any, where: str) -> Plain:

@@ -8,9 +8,17 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.doors.incoming import Incoming, check_dense, extra_state_module, plain_or_refuse, shown
+from shardwise.checkpoint.doors.incoming import (
+    Incoming,
+    check_dense,
+    extra_state_module,
+    extra_state_name,
+    plain_or_refuse,
+    shown,
+)
 from shardwise.checkpoint.doors.outgoing import Outgoing, fill, new_file
 from shardwise.checkpoint.doors.scratch import scratch_tensor
+from shardwise.checkpoint.plain import from_plain
 from shardwise.errors import CheckpointError
 
 __all__ = ["check_zip", "export_torch", "import_torch", "load_values"]
@@ -34,11 +42,13 @@ def export_torch(path: Path, target: Path, *, dtype: torch.dtype | None = None, 
         CheckpointError: the checkpoint is damaged, ``target`` exists, or cannot be written.
     """
     with Outgoing(path, dtype=dtype, verify=verify) as outgoing, new_file(target) as (file, folder):
-        state: dict[str, Tensor] = {}
+        state: dict[str, Any] = {}
         for weight in outgoing.weights:
             tensor = scratch_tensor(folder, weight.shape, weight.dtype)
             fill(tensor, outgoing.blocks(weight))
             state |= dict.fromkeys((weight.name, *weight.aliases), tensor)
+        for module, value in outgoing.manifest.values.extra_state.items():
+            state[extra_state_name(module)] = from_plain(value)
         try:
             torch.save(state, file)
         except RuntimeError as error:  # of the zip writer, if the disk is full
