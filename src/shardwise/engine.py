@@ -348,7 +348,8 @@ class Engine(EngineCheckpoints):
         """A checkpoint was loaded: a window begins."""
         self._window.restart()
         self._grad_norm, self._applied = None, False
-        self._scheduler_epoch = getattr(self.lr_scheduler, "last_epoch", None)
+        scheduler = self.lr_scheduler
+        self._scheduler_epoch = getattr(scheduler, "last_epoch", None)
         self._restart_count()
         self._set_window()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.environment import read_variables
 from shardwise.errors import ConfigError
 
-__all__ = ["POINTS", "fault_point"]
+__all__ = ["POINTS", "fault_point", "visits"]
 
 VARIABLE = "SHARDWISE_FAULT"
 POINTS = frozenset(
@@ -38,7 +38,24 @@ POINTS = frozenset(
 ACTIONS = ("kill", "raise", "sleep", "enospc", "flip")
 _SLEEP_SECONDS = 3600.0
 
-_visits: Counter[tuple[str, int]] = Counter()
+
+class _Visits:
+    """How often each rank of this process came to each point."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def count(self, point: str, rank: int) -> int:
+        """Count one more visit; return their number."""
+        self._counts[point, rank] += 1
+        return self._counts[point, rank]
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self._counts.clear()
+
+
+visits = _Visits()
 
 
 def fault_point(point: str, rank: int, path: Path | None = None) -> None:
@@ -58,10 +75,10 @@ def fault_point(point: str, rank: int, path: Path | None = None) -> None:
     text = read_variables((VARIABLE,)).get(VARIABLE)
     if not text:
         return
-    _visits[point, rank] += 1
+    number = visits.count(point, rank)
     for entry in text.split(","):
         where, who, occurrence, action = _parsed(entry)
-        if (where, who, occurrence) == (point, rank, _visits[point, rank]):
+        if (where, who, occurrence) == (point, rank, number):
             _act(action, point, rank, path)
 
 

@@ -17,6 +17,7 @@ from shardwise.checkpoint.folder import find_checkpoints, read_latest, read_mani
 from shardwise.comm.base import Comm, flat_rank
 from shardwise.comm.fake import LocalComm
 from shardwise.errors import CheckpointError, ConfigError, RankMismatchError, StateError
+from shardwise.faults import visits
 from shardwise.testing.ranks import run_ranks
 
 from .case import Odd, adamw, assert_same, build, state_of, train, tree
@@ -359,9 +360,7 @@ def test_retention_never_removes_the_only_whole_one(tmp_path: Path, monkeypatch:
             shardwise.save_checkpoint(net, tmp_path, tag="bad", step=1, keep_last=1)
         return str(caught.value)
 
-    from shardwise import faults
-
-    monkeypatch.setattr(faults, "_visits", type(faults._visits)())
+    visits.forget()
     monkeypatch.setenv("SHARDWISE_FAULT", "save.after_first_file:9:1:flip")
     first, second = on_two(body)
     assert first == second

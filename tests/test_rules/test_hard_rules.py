@@ -210,9 +210,25 @@ def network_below_runtime(path: str, tree: ast.AST) -> Breaches:
 CODE_LOADERS = frozenset(["pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"])
 
 
+def _restricted_unpicklers(tree: ast.AST) -> set[int]:
+    """Return the lines of classes that are unpicklers with a list of what they know, and of the import for them."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(dotted(base).endswith("Unpickler") for base in node.bases):
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            if {"find_class", "persistent_load"} <= methods:
+                lines.add(node.lineno)
+    if lines:
+        lines |= {
+            node.lineno for node in ast.walk(tree) if isinstance(node, ast.Import) and node.names[0].name == "pickle"
+        }
+    return lines
+
+
 def nothing_read_is_run(path: str, tree: ast.AST) -> Breaches:
+    restricted = _restricted_unpicklers(tree) if is_in(path, ("checkpoint/doors/",)) else set()
     for line, name in references(tree):
-        if name.partition(".")[0] in CODE_LOADERS:
+        if name.partition(".")[0] in CODE_LOADERS and line not in restricted:
             yield line, f"{name}: reading it can run code"
         if name in ("eval", "exec", "builtins.eval", "builtins.exec", "torch.hub.load", "runpy.run_path"):
             yield line, f"{name}: runs what it is given"

@@ -51,6 +51,7 @@ class LateComm:
         self._draw = draw
         self.rank, self.size = comm.rank, comm.size
         self.reserve = comm.reserve
+        self.announce, self.announced, self.forget = comm.announce, comm.announced, comm.forget
 
     def _late(self, work: Work | None) -> Work | None:
         return None if work is None else Late(work, self._draw)

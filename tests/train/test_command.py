@@ -75,7 +75,7 @@ def test_run_prints_what_it_trains_a_line_per_ten_updates_and_the_end(finished: 
 
 def test_run_leaves_metrics_settings_weights_and_a_log_per_rank(finished: tuple[Result, Path]) -> None:
     names = sorted(path.name for path in finished[1].iterdir())
-    expected = "metrics.jsonl model.safetensors rank-0.log rank-1.log settings.toml summary.json"
+    expected = "checkpoints metrics.jsonl model.safetensors rank-0.log rank-1.log settings.toml summary.json"
     assert names == expected.split()
     assert len((finished[1] / "metrics.jsonl").read_text().splitlines()) == 12
     assert "StepDone" in (finished[1] / "rank-1.log").read_text()

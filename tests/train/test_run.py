@@ -132,7 +132,7 @@ def test_files_of_a_finished_run_are_whole(tmp_path: Path) -> None:
     task = task_of(tmp_path / "run", text_file(tmp_path))
     finished, _ = run(task)
     names = sorted(path.name for path in task.folder.iterdir())
-    assert names == ["metrics.jsonl", "model.safetensors", "rank-0.log", "rank-1.log", "summary.json"]
+    assert names == ["checkpoints", "metrics.jsonl", "model.safetensors", "rank-0.log", "rank-1.log", "summary.json"]
     summary = json.loads((task.folder / "summary.json").read_text())
     assert summary["digest"] == finished[0].digest
     weights = safetensors.torch.load_file(task.folder / "model.safetensors")
@@ -256,7 +256,7 @@ def test_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     prepare_output(folder, "stage = 1\n", overwrite=False)
     (folder / "rank-7.log").write_text("old")
     (folder / "notes.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds a run already \(settings\.toml\): pass --overwrite, or take another"):
+    with pytest.raises(ConfigError, match=r"holds a run already \(settings\.toml\): pass --resume auto"):
         prepare_output(folder, "stage = 2\n", overwrite=False)
     assert (folder / "settings.toml").read_text() == "stage = 1\n"
     prepare_output(folder, "stage = 2\n", overwrite=True)

@@ -52,7 +52,7 @@ class Held:
     def let_go(self) -> None:
         """Forget the bytes: they were written."""
         with self._lock:
-            self._raw = torch.empty(0, dtype=torch.uint8)
+            self._raw = self._raw[:0].clone()
 
 
 def as_bytes(flat: Tensor) -> Tensor:

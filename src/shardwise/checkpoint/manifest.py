@@ -169,7 +169,7 @@ class OptimizerFacts(_Strict):
 
     class_name: str
     groups: tuple[Group, ...]
-    scalars: dict[str, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]]
 
 
 class Values(_Strict):

@@ -17,7 +17,7 @@ __all__ = ["ReadOptimizer"]
 
 _STEP = "step"
 _MOST_STEPS = 1 << 53
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 class ReadOptimizer:

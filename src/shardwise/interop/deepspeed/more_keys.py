@@ -122,7 +122,7 @@ ACTIVATION_AND_FILES = (
     ),
     Key("aio.use_gds", BOOL, Fate.LATER, quiet=(False,), why=NVME_ONLY),
     Key(
-        "checkpoint.tag_validation", one_of("ignore", "warn", "fail"), Fate.NO_EFFECT, why="unlike tags always fail here"
+        "checkpoint.tag_validation", one_of("ignore", "warn", "fail"), Fate.NO_EFFECT, why="unlike tags always fail"
     ),
     Key(
         "checkpoint.load_universal", BOOL, Fate.NO_EFFECT, why="every checkpoint loads on any number of ranks here"
