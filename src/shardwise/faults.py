@@ -27,12 +27,10 @@ POINTS = frozenset(
         "save.after_rename",
         "save.before_latest",
         "save.after_latest",
-        "save.end",
         "load.begin",
         "load.after_manifest",
         "load.after_verify",
         "load.after_place",
-        "load.end",
     }
 )
 ACTIONS = ("kill", "raise", "sleep", "enospc", "flip")

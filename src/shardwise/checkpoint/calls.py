@@ -79,12 +79,12 @@ def save_checkpoint(
     if when_pending not in ("wait", "refuse"):
         raise ConfigError(f'when_pending must be "wait" or "refuse", got {when_pending!r}')
     rank = managed.council.rank
-    fault_point("save.begin", rank)
     if managed.pending_save is not None and when_pending == "wait":
         managed.pending_save.wait()
     number = managed.runtime.num_steps if step is None else step
     problem, options, contents = "", None, None
     try:
+        fault_point("save.begin", rank)
         if managed.pending_save is not None:
             raise StateError(f"a save to {managed.pending_save.path} goes on: wait() for it first")
         options = _options(folder, tag, number, overwrite, set_latest, keep_last, keep)

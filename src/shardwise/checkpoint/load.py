@@ -21,6 +21,7 @@ from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.save import describe
 from shardwise.checkpoint.source import TensorSource
 from shardwise.checkpoint.verify import verify_share
+from shardwise.comm.board import abort_mesh
 from shardwise.errors import CheckpointError, RankMismatchError
 from shardwise.faults import fault_point
 from shardwise.managed import Managed
@@ -85,39 +86,30 @@ def load(
     """Load a checkpoint on every rank; see ``load_checkpoint``."""
     council = managed.council
     rank, num_ranks = council.rank, council.size
-    fault_point("load.begin", rank)
     path, manifest = _open(managed, folder, tag)
-    fault_point("load.after_manifest", rank)
-    together = _Together(managed, path)
-    matched = together.do("match", lambda: match(managed, manifest, objects, options))
+    check = _Together(managed, f"{path} was not loaded, the model is as it was")
+    matched = check.do("match", lambda: match(managed, manifest, objects, options))
     if verify:
-        together.do("check", lambda: verify_share(path, manifest, rank, num_ranks))
-    fault_point("load.after_verify", rank)
+        check.do("hashes", lambda: verify_share(path, manifest, rank, num_ranks))
     with TensorSource(path, manifest) as source:
-        together.do("open", lambda: source.check(wanted_ranges(managed, matched)))
+        check.do("files", lambda: source.check(wanted_ranges(managed, matched)))
         values = manifest.values_of(rank)
-        finish: Callable[[], None] = lambda: None  # noqa: E731
+        set_generators = check.do("generators", lambda: _generators(managed, source, options))
         if not options.weights_only:
-            if options.rng and rank < manifest.num_ranks:
-                finish = together.do("generators", lambda: _generators(managed, source, rank))
-            else:
-                together.do("generators", lambda: None)
-            together.do("objects", lambda: _load_objects(managed, values.objects, values.extra_state, objects))
-        managed.runtime.empty_grads()
-        place_params(managed, matched, source)
-        place_buffers(managed, matched, source, rank)
-        if not options.weights_only:
-            if options.optimizer_state:
-                for number, link in enumerate(links_of(managed)):
-                    place_optimizer(link, number, matched, source)
-            scaler = managed.runtime.scaler
-            if scaler is not None and values.loss_scale is not None:
-                scaler.load_state(values.loss_scale)
-            managed.runtime.num_steps = values.num_steps
-            finish()
-    fault_point("load.after_place", rank)
+            check.do("objects", lambda: _load_objects(managed, values.objects, values.extra_state, objects))
+        try:
+            _place(managed, matched, source, options)
+            set_generators()
+        except Exception as error:
+            abort_mesh(managed.mesh, error)  # peers wait for this rank's slices
+            raise CheckpointError(
+                f"{path}: could not be read any more after it was checked, and the model holds parts of it: build it "
+                f"anew. {describe(error)}"
+            ) from error
+    _Together(managed, f"{path} was loaded, but not on all ranks: build the model anew").do(
+        "end", lambda: fault_point("load.after_place", rank)
+    )
     _tell(matched, options, rank)
-    fault_point("load.end", rank)
     return Loaded(
         path=path,
         tag=manifest.tag,
@@ -133,9 +125,9 @@ def load(
 class _Together:
     """Steps that every rank does for itself and that count for all only if no rank failed."""
 
-    def __init__(self, managed: Managed, path: Path) -> None:
+    def __init__(self, managed: Managed, outcome: str) -> None:
         self._agreement = managed.settler.agreement
-        self._path = path
+        self._outcome = outcome
 
     def do(self, what: str, work: Callable[[], Any]) -> Any:
         """Return what ``work`` does on this rank.
@@ -149,7 +141,7 @@ class _Together:
         except Exception as error:
             problem = describe(error)
         said = self._agreement.texts(problem[:_SHOWN], f"load_checkpoint: {what}")
-        raise_together(said, f"{self._path} was not loaded, the model is as it was")
+        raise_together(said, self._outcome)
         return result
 
 
@@ -170,8 +162,10 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
     """Let all ranks find the same manifest."""
     problem, manifest, found = "", None, ""
     try:
+        fault_point("load.begin", managed.council.rank)
         found = resolve_tag(folder, tag)
         manifest = read_manifest(folder / found)
+        fault_point("load.after_manifest", managed.council.rank)
     except Exception as error:
         problem = describe(error)
     identity = manifest.save_id if manifest else ""
@@ -186,7 +180,28 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
     return folder / found, manifest
 
 
-def _generators(managed: Managed, source: TensorSource, rank: int) -> Callable[[], None]:
+def _place(managed: Managed, matched: Match, source: TensorSource, options: LoadOptions) -> None:
+    """Change the model."""
+    rank = managed.council.rank
+    managed.runtime.empty_grads()
+    place_params(managed, matched, source)
+    place_buffers(managed, matched, source, rank)
+    if options.weights_only:
+        return
+    if options.optimizer_state:
+        for number, link in enumerate(links_of(managed)):
+            place_optimizer(link, number, matched, source)
+    values = source.manifest.values
+    if managed.runtime.scaler is not None and values.loss_scale is not None:
+        managed.runtime.scaler.load_state(values.loss_scale)
+    managed.runtime.num_steps = values.num_steps
+
+
+def _generators(managed: Managed, source: TensorSource, options: LoadOptions) -> Callable[[], None]:
+    """Return what sets the generators of this process as its rank had them; nothing for ranks that did not exist."""
+    rank = managed.council.rank
+    if options.weights_only or not options.rng or rank >= source.manifest.num_ranks:
+        return lambda: None
     now, _ = generator_states(managed.device)
     found = {}
     for item in source.manifest.stored:

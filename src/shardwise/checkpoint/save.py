@@ -100,8 +100,8 @@ class SaveJob:
         """Write, agree, commit; return the checkpoint's directory.
 
         Raises:
-            CheckpointError: some rank could not; the same on all ranks, and nothing new is visible (unless only
-                ``latest`` or the removal of old ones failed, which the message then says).
+            CheckpointError: some rank could not; the same on all ranks. Nothing new is visible, unless the message says
+                that it was saved and only ``latest`` or the removal of older ones failed.
         """
         temporary = self.options.folder / f".tmp-{self.options.tag}-{self.save_id}"
         try:
@@ -112,8 +112,8 @@ class SaveJob:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        self._later(exchange, "`latest` does not name it", self._name_latest)
         self._retain(exchange)
-        fault_point("save.end", self.rank)
         return self.options.target
 
     def _together(self, exchange: Exchange, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -169,8 +169,10 @@ class SaveJob:
             (temporary / f"index-{rank:05d}.json").unlink()
         fault_point("save.before_rename", 0, temporary / MANIFEST)
         commit(temporary, self.options.target, overwrite=self.options.overwrite)
-        fault_point("save.after_rename", 0)
-        if self.options.set_latest:
+
+    def _name_latest(self) -> None:
+        fault_point("save.after_rename", self.rank)
+        if self.options.set_latest and self.rank == 0:
             fault_point("save.before_latest", 0)
             write_latest(self.options.folder, self.options.tag, self.save_id)
             fault_point("save.after_latest", 0)
@@ -215,20 +217,19 @@ class SaveJob:
             found = find_checkpoints(options.folder)
             candidates = [each.tag for each in removable(found, options.keep_last, options.keep, options.tag)]
             del candidates[_MOST_REMOVED:]
-        (candidates, *_) = self._later(exchange, "what may be removed", lambda: candidates)
-        if not candidates:
-            return
-        self._later(exchange, "the check of what stays", self._read_back)
-        self._later(exchange, "the removal", lambda: self._remove(candidates))
+        outcome = "older ones were not removed"
+        (candidates, *_) = self._later(exchange, outcome, lambda: candidates)
+        if candidates:
+            self._later(exchange, outcome, self._read_back)
+            self._later(exchange, outcome, lambda: self._remove(candidates))
 
-    def _later(self, exchange: Exchange, what: str, work: Callable[[], Any]) -> list[Any]:
+    def _later(self, exchange: Exchange, outcome: str, work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part of what follows the commit; ``outcome`` is what a failure leaves undone."""
         try:
-            return self._together(exchange, what, work)
+            return self._together(exchange, outcome, work)
         except CheckpointError as error:
             text = str(error).partition(". ")[2]
-            raise CheckpointError(
-                f"checkpoint {self.options.tag!r} was saved, but older ones were not removed. {text}"
-            ) from None
+            raise CheckpointError(f"checkpoint {self.options.tag!r} was saved, but {outcome}. {text}") from None
 
     def _read_back(self) -> None:
         verify_files(self.options.target, self.rank, self.num_ranks)
