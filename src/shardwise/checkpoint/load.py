@@ -92,7 +92,7 @@ def load(
     if verify:
         check.do("hashes", lambda: verify_share(path, manifest, rank, num_ranks))
     with TensorSource(path, manifest) as source:
-        check.do("files", lambda: source.check(wanted_ranges(managed, matched)))
+        check.do("files", lambda: _check_files(managed, matched, source))
         values = manifest.values_of(rank)
         set_generators = check.do("generators", lambda: _generators(managed, source, options))
         if not options.weights_only:
@@ -178,6 +178,12 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
         listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, _) in enumerate(answers))
         raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
     return folder / found, manifest
+
+
+def _check_files(managed: Managed, matched: Match, source: TensorSource) -> None:
+    """Check that what this rank will read is there."""
+    fault_point("load.after_verify", managed.council.rank)
+    source.check(wanted_ranges(managed, matched))
 
 
 def _place(managed: Managed, matched: Match, source: TensorSource, options: LoadOptions) -> None:

@@ -171,8 +171,10 @@ class SaveJob:
         commit(temporary, self.options.target, overwrite=self.options.overwrite)
 
     def _name_latest(self) -> None:
-        fault_point("save.after_rename", self.rank)
-        if self.options.set_latest and self.rank == 0:
+        if self.rank:
+            return
+        fault_point("save.after_rename", 0)
+        if self.options.set_latest:
             fault_point("save.before_latest", 0)
             write_latest(self.options.folder, self.options.tag, self.save_id)
             fault_point("save.after_latest", 0)
