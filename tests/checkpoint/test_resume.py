@@ -1,42 +1,10 @@
 """Eight updates are four, a save, new processes, and four more: bit by bit, for everything a run depends on."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).with_name("resume_worker.py")
-
-
-def start(tmp_path: Path, mode: str, kind: str, stage: int, *, window: int = 2, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run processes to their end; return what each tells."""
-    rendezvous = tmp_path / f"meet-{mode}"
-    with (tmp_path / "output").open("w+") as output:
-        children = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    WORKER,
-                    *map(str, (rank, ranks, rendezvous, tmp_path / "saved", mode, kind, stage, window)),
-                ],
-                stdout=output,
-                stderr=output,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            statuses = [child.wait(timeout=60) for child in children]
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        output.seek(0)
-        assert not any(statuses), output.read()
-    return [json.loads(Path(f"{rendezvous}.{rank}.json").read_text()) for rank in range(ranks)]
-
+from .resume_case import start
 
 CASES = [("fp32", 3, 0), ("fp16", 2, 2), ("bf16", 1, 3)]
 ALL = [(kind, a, b) for kind in ("fp32", "fp16", "bf16") for a in range(4) for b in range(4)]
