@@ -82,7 +82,12 @@ def fault_point(point: str, rank: int, path: Path | None = None) -> None:
 
 def _parsed(entry: str) -> tuple[str, int, int, str]:
     parts = entry.strip().split(":")
-    if len(parts) != 4 or parts[0] not in POINTS or parts[3] not in ACTIONS or not all(p.isdigit() for p in parts[1:3]):
+    if (
+        len(parts) != 4
+        or parts[0] not in POINTS
+        or parts[3] not in ACTIONS
+        or not all(p.isdecimal() for p in parts[1:3])
+    ):
         raise ConfigError(
             f"{VARIABLE}: expected point:rank:occurrence:action, got {entry!r}; points: {sorted(POINTS)}; actions: "
             f"{list(ACTIONS)}"

@@ -2,6 +2,7 @@
 
 A checkpoint becomes visible by one rename. What begins with a dot is not visible: ``.tmp-`` is being written, or was
 when its process died; ``.gone-`` is being removed. Both are cleared by the next save, if their process is dead.
+Nothing in such a folder is trusted, not even what says whose a directory is.
 """
 
 import contextlib
@@ -9,8 +10,10 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import socket
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +39,9 @@ __all__ = [
 ]
 
 _TEMPORARY, _GONE, _OWNER = ".tmp-", ".gone-", ".owner"
+_ASIDE = re.compile(r"\.tmp-(.+)-[0-9a-f]{32}-old")
 _LATEST_BYTES = 256
+_YOUNG_SECONDS = 10.0  # in this time whoever makes a directory has said that it is theirs
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -104,18 +109,27 @@ def make_temporary(folder: Path, tag: str, save_id: str) -> Path:
     path = folder / f"{_TEMPORARY}{tag}-{save_id}"
     path.mkdir(mode=0o700)
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_of(os.getpid())}
-    write_whole(path / _OWNER, json.dumps(owner).encode())
+    write_whole(
+        path / _OWNER, json.dumps(owner).encode(), to_disk=False
+    )  # what a crash of the machine leaves is nobody's
     return path
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what saves of dead processes of this host left; put back what one had moved aside."""
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() or not path.is_dir() or not path.name.startswith((_TEMPORARY, _GONE)):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.is_symlink() or not path.is_dir():
             continue
-        if not _is_owned(path):
+        if not path.name.startswith((_TEMPORARY, _GONE)):
+            if is_tag(path.name) and os.path.lexists(path / _OWNER) and not _is_owned(path):
+                (path / _OWNER).unlink(missing_ok=True)  # its save ended right after the commit
+            continue
+        if _is_owned(path) or _is_owned(path.with_name(path.name.removesuffix("-old"))):
+            continue
+        aside = _ASIDE.fullmatch(path.name)
+        if aside and is_tag(aside[1]) and not os.path.lexists(folder / aside[1]):
+            os.rename(path, folder / aside[1])
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -126,7 +140,6 @@ def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         CheckpointError: the name is taken and may not be.
         OSError: the file system refuses.
     """
-    (temporary / _OWNER).unlink(missing_ok=True)
     mask = _umask()
     for path in temporary.iterdir():
         path.chmod(0o666 & ~mask)
@@ -135,10 +148,10 @@ def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         os.rename(temporary, target)
     elif overwrite and not target.is_symlink() and (target / MANIFEST).exists():
-        _exchange(temporary, target)
-        shutil.rmtree(temporary)
+        shutil.rmtree(_exchange(temporary, target), ignore_errors=True)  # the new one is there, whatever happens
     else:
         raise CheckpointError(f"{target}: exists already")
+    (target / _OWNER).unlink(missing_ok=True)  # not before: a directory without an owner may be cleared
     sync_folder(target.parent)
 
 
@@ -147,7 +160,7 @@ def remove(path: Path, save_id: str) -> None:
     gone = path.with_name(f"{_GONE}{path.name}-{save_id}")
     os.rename(path, gone)
     sync_folder(path.parent)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # the save of another run may be at it as well
 
 
 def remove_all(folder: Path) -> None:
@@ -163,23 +176,26 @@ def remove_all(folder: Path) -> None:
 
 def write_latest(folder: Path, tag: str, save_id: str) -> None:
     """Let ``latest`` name a checkpoint, in one step."""
-    temporary = folder / f".{LATEST}-{save_id}"
+    temporary = make_temporary(folder, LATEST, save_id)
     try:
-        write_whole(temporary, f"{tag}\n".encode())
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, folder / LATEST)
+        write_whole(temporary / LATEST, f"{tag}\n".encode())
+        (temporary / LATEST).chmod(0o666 & ~_umask())
+        os.replace(temporary / LATEST, folder / LATEST)
     finally:
-        temporary.unlink(missing_ok=True)
+        gone = temporary.with_name(f"{_GONE}{LATEST}-{save_id}")
+        os.rename(temporary, gone)
+        shutil.rmtree(gone, ignore_errors=True)
     sync_folder(folder)
 
 
-def write_whole(path: Path, raw: bytes) -> None:
-    """Write a new small file and bring it to the disk."""
+def write_whole(path: Path, raw: bytes, *, to_disk: bool = True) -> None:
+    """Write a new small file and bring it to the disk, at once or when the system likes."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
         stream.write(raw)
         stream.flush()
-        os.fsync(stream.fileno())
+        if to_disk:
+            os.fsync(stream.fileno())
 
 
 def sync_folder(path: Path) -> None:
@@ -208,19 +224,26 @@ def _umask() -> int:
     return 0o077
 
 
-def _exchange(first: Path, second: Path) -> None:
-    """Let two directories swap names at once; where the file system cannot, one after the other."""
+def _exchange(first: Path, second: Path) -> Path:
+    """Put a directory in the place of another, at once; where the file system cannot, one after the other.
+
+    Returns:
+        Where the other one is now.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    done = -1
     if hasattr(libc, "renameat2"):
-        done = libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-        if done and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        if not libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+            return first
+        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
-    if done:
-        aside = first.with_name(f"{first.name}-old")
-        os.rename(second, aside)
+    aside = first.with_name(f"{first.name}-old")
+    os.rename(second, aside)
+    try:
         os.rename(first, second)
-        os.rename(aside, first)
+    except OSError:
+        os.rename(aside, second)
+        raise
+    return aside
 
 
 def _lengths(path: Path, manifest: Manifest) -> str:
@@ -239,11 +262,20 @@ def _is_owned(path: Path) -> bool:
     """Whether the process that made a temporary directory may still be alive."""
     try:
         owner = json.loads(read_small(path, _OWNER, 4096))
-        if owner["host"] != socket.gethostname():
-            return True  # of another host: nobody can tell
-        return bool(owner["start"] == _start_of(int(owner["pid"])))
-    except (CheckpointError, ValueError, KeyError, TypeError):
-        return False
+        host, pid, start = owner["host"], owner["pid"], owner["start"]
+    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        return _is_just_made(path)
+    if host != socket.gethostname():
+        return isinstance(host, str)  # of another host: nobody can tell
+    return type(pid) is int and start is not None and bool(start == _start_of(pid))
+
+
+def _is_just_made(path: Path) -> bool:
+    """Whether a directory is so new that its maker may not have said yet that it is theirs."""
+    with contextlib.suppress(OSError):
+        is_young = abs(time.time() - path.lstat().st_mtime) < _YOUNG_SECONDS
+        return is_young and path.name.startswith(_TEMPORARY) and set(os.listdir(path)) <= {_OWNER}
+    return False
 
 
 def _start_of(pid: int) -> str | None:

@@ -15,6 +15,7 @@ __all__ = ["LATEST", "MANIFEST", "check_tag", "is_tag", "open_inside", "rank_fil
 MANIFEST, LATEST = "manifest.json", "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def rank_file(rank: int) -> str:
@@ -56,13 +57,17 @@ def open_inside(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
     try:
         at = os.open(folder, _DIRECTORY)
         try:
-            found = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=at)
+            # Looked at first: to open a device or a pipe may do something.
+            is_file = stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)
+            found = os.open(name, flags | _PLAIN, dir_fd=at) if is_file else None
         finally:
             os.close(at)
     except OSError as error:
         raise CheckpointError(f"{folder / name}: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(found).st_mode):
+    if found is not None and not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
+        found = None
+    if found is None:
         raise CheckpointError(f"{folder / name}: is no regular file")
     return found
 
@@ -78,6 +83,6 @@ def read_small(folder: Path, name: str, most_bytes: int) -> bytes:
         if num_bytes > most_bytes:
             raise CheckpointError(f"{folder / name}: has {num_bytes} bytes, more than the {most_bytes} such a file may")
         try:
-            return stream.read(most_bytes)
+            return stream.read(num_bytes)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: {error.strerror}") from None
