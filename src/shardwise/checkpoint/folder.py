@@ -27,6 +27,7 @@ __all__ = [
     "clear_leftovers",
     "commit",
     "find_checkpoints",
+    "folder_of_run",
     "make_temporary",
     "newest_whole",
     "read_latest",
@@ -96,6 +97,12 @@ def find_checkpoints(folder: Path) -> list[Found]:
             continue
         found.append(Found(tag=name, path=path, manifest=manifest, problem=_lengths(path, manifest)))
     return sorted(found, key=lambda each: (each.manifest.step, each.manifest.time) if each.manifest else (-1, ""))
+
+
+def folder_of_run(path: Path) -> Path:
+    """Return the folder of checkpoints in the folder of a run; ``path`` itself if it is no such folder."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() and not os.path.lexists(path / LATEST) and not find_checkpoints(path) else path
 
 
 def newest_whole(folder: Path) -> Found | None:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.doors.compare import Comparison, compare
 from shardwise.checkpoint.doors.huggingface import export_huggingface, import_huggingface
 from shardwise.checkpoint.doors.outgoing import find_checkpoint
 from shardwise.checkpoint.doors.torchfile import export_torch, import_torch
-from shardwise.checkpoint.folder import Found, find_checkpoints, read_latest
+from shardwise.checkpoint.folder import Found, find_checkpoints, folder_of_run, read_latest
 from shardwise.checkpoint.names import MANIFEST
 from shardwise.checkpoint.verify import verify_files
 from shardwise.errors import CheckpointError, ConfigError
@@ -61,6 +61,7 @@ def ls(
         raise CheckpointError(f"{folder}: there is no such folder")
     if (folder / MANIFEST).exists():
         raise ConfigError(f"{folder}: is a checkpoint, name the folder that holds it, or use `verify`")
+    folder = folder_of_run(folder)
     problem, latest = "", None
     try:
         latest = read_latest(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.calls import load_checkpoint, wait_for_save
-from shardwise.checkpoint.folder import find_checkpoints, newest_whole, read_latest, read_manifest
+from shardwise.checkpoint.folder import find_checkpoints, folder_of_run, newest_whole, read_latest, read_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.names import LATEST
 from shardwise.engine import Engine
@@ -60,8 +60,7 @@ def find_resume(wanted: str, output: Path) -> Path | None:
     if wanted not in ("auto", "last"):
         if not folder.is_dir():
             raise ConfigError(f"--resume {wanted}: there is no such folder")
-        if (folder / CHECKPOINTS).is_dir():
-            folder /= CHECKPOINTS
+        folder = folder_of_run(folder)
     if not (folder / LATEST).exists() and not find_checkpoints(folder):
         if wanted == "auto":
             return None

@@ -14,7 +14,14 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.folder import commit, find_checkpoints, make_temporary, read_manifest, sync_folder
+from shardwise.checkpoint.folder import (
+    commit,
+    find_checkpoints,
+    folder_of_run,
+    make_temporary,
+    read_manifest,
+    sync_folder,
+)
 from shardwise.checkpoint.load import resolve_tag
 from shardwise.checkpoint.manifest import DTYPES, WHOLE_COPIES, Manifest, Stored
 from shardwise.checkpoint.names import LATEST, MANIFEST
@@ -151,6 +158,7 @@ def find_checkpoint(path: Path, tag: str | None = None) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint")
+    path = folder_of_run(path)
     if tag is None and not os.path.lexists(path / LATEST) and not find_checkpoints(path):
         read_manifest(path)  # tells what it is instead
     return path / resolve_tag(path, tag)
