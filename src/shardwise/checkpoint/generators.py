@@ -57,6 +57,8 @@ def _setter(name: str, tensor: Tensor, values: Mapping[str, Plain], device: torc
     if name == "python":
         version, gauss = from_plain(values["python"])
         state: Any = (version, tuple(tensor.tolist()), gauss)
+        if gauss is not None and type(gauss) is not float:
+            raise ValueError(f"Python's generator keeps {str(gauss)[:40]}")
         random.Random().setstate(state)
         return lambda: random.setstate(state)
     if name == "numpy":

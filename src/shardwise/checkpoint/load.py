@@ -13,7 +13,7 @@ import torch
 from shardwise.checkpoint.contents import Stateful, links_of
 from shardwise.checkpoint.folder import find_checkpoints, read_latest, read_manifest
 from shardwise.checkpoint.generators import generator_states, prepare_generators
-from shardwise.checkpoint.manifest import DTYPES, Manifest
+from shardwise.checkpoint.manifest import DTYPES, Manifest, Values
 from shardwise.checkpoint.match import LoadOptions, Match, match
 from shardwise.checkpoint.names import check_tag
 from shardwise.checkpoint.place import place_buffers, place_optimizer, place_params, wanted_ranges
@@ -88,15 +88,16 @@ def load(
     rank, num_ranks = council.rank, council.size
     path, manifest = _open(managed, folder, tag)
     check = _Together(managed, f"{path} was not loaded, the model is as it was")
-    matched = check.do("match", lambda: match(managed, manifest, objects, options))
+    matched, user = check.do(
+        "match", lambda: (match(managed, manifest, objects, options), from_plain(manifest.values.user))
+    )
     if verify:
         check.do("hashes", lambda: verify_share(path, manifest, rank, num_ranks))
     with TensorSource(path, manifest) as source:
-        check.do("files", lambda: _check_files(managed, matched, source))
-        values = manifest.values_of(rank)
+        check.do("files", lambda: _check_files(managed, matched, source, options))
         set_generators = check.do("generators", lambda: _generators(managed, source, options))
         if not options.weights_only:
-            check.do("objects", lambda: _load_objects(managed, values.objects, values.extra_state, objects))
+            _load_objects(check, managed, manifest.values_of(rank), objects)
         try:
             _place(managed, matched, source, options)
             set_generators()
@@ -114,7 +115,7 @@ def load(
         path=path,
         tag=manifest.tag,
         step=manifest.step,
-        user_state=from_plain(values.user),
+        user_state=user,
         fresh=matched.fresh,
         dropped=matched.dropped,
         missing=matched.missing,
@@ -180,10 +181,12 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
     return folder / found, manifest
 
 
-def _check_files(managed: Managed, matched: Match, source: TensorSource) -> None:
+def _check_files(managed: Managed, matched: Match, source: TensorSource, options: LoadOptions) -> None:
     """Check that what this rank will read is there."""
     fault_point("load.after_verify", managed.council.rank)
-    source.check(wanted_ranges(managed, matched))
+    with_optimizers = options.optimizer_state and not options.weights_only
+    source.check(wanted_ranges(managed, matched, source.manifest, with_optimizers=with_optimizers))
+    source.check_copies(matched.buffers.values(), managed.council.rank)
 
 
 def _place(managed: Managed, matched: Match, source: TensorSource, options: LoadOptions) -> None:
@@ -219,23 +222,49 @@ def _generators(managed: Managed, source: TensorSource, options: LoadOptions) ->
     return prepare_generators(found, source.manifest.values_of(rank).generators, managed.device)
 
 
-def _load_objects(
-    managed: Managed, saved: Mapping[str, Any], extra: Mapping[str, Any], objects: Mapping[str, Stateful]
-) -> None:
-    """Give every object its state; put the old ones back if one refuses."""
-    states = {name: from_plain(saved[name]) for name in objects}
-    modules = dict(managed.model.named_modules())
-    extras = {name: from_plain(value) for name, value in extra.items() if name in modules}
-    before = {name: copy.deepcopy(item.state_dict()) for name, item in objects.items()}
+class _States:
+    """States of objects and modules to be given, and what takes them back."""
+
+    def __init__(self, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:
+        modules = dict(managed.model.named_modules())
+        self._objects = [(item, from_plain(values.objects[name])) for name, item in objects.items()]
+        self._modules = [
+            (modules[name], from_plain(state)) for name, state in values.extra_state.items() if name in modules
+        ]
+        self._old_objects = [
+            (dict(getattr(item, "__dict__", {})), copy.deepcopy(item.state_dict())) for item, _ in self._objects
+        ]
+        self._old_modules = [copy.deepcopy(module.get_extra_state()) for module, _ in self._modules]
+
+    def give(self) -> None:
+        """Change the objects and modules."""
+        try:
+            for item, state in self._objects:
+                item.load_state_dict(state)
+            for module, state in self._modules:
+                module.set_extra_state(state)
+        except Exception as error:
+            raise CheckpointError(f"a state was refused: {type(error).__name__}: {error}") from error
+
+    def take_back(self) -> None:
+        """Let them be as they were."""
+        for (item, _), (attributes, state) in zip(self._objects, self._old_objects, strict=True):
+            now = getattr(item, "__dict__", {})
+            now.clear()  # a scheduler takes over any name
+            now.update(attributes)
+            item.load_state_dict(state)
+        for (module, _), state in zip(self._modules, self._old_modules, strict=True):
+            module.set_extra_state(state)
+
+
+def _load_objects(check: _Together, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:
+    """Give every object its state; on all ranks or on none."""
+    states: _States = check.do("states", lambda: _States(managed, values, objects))
     try:
-        for name, item in objects.items():
-            item.load_state_dict(states[name])
-        for name, value in extras.items():
-            modules[name].set_extra_state(value)
-    except Exception as error:
-        for name, item in objects.items():
-            item.load_state_dict(before[name])
-        raise CheckpointError(f"a state was refused: {type(error).__name__}: {error}") from error
+        check.do("objects", states.give)
+    except BaseException:
+        states.take_back()
+        raise
 
 
 def _tell(matched: Match, options: LoadOptions, rank: int) -> None:

@@ -37,7 +37,8 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_RANKS = 100_000
-_MAX_DIMS = 32
+MAX_DIMS = 32
+MAX_COUNT = 1 << 62
 
 # Names of dtypes in safetensors files.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -61,10 +62,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 Kind = Literal["param", "compute", "optim", "buffer", "rng"]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Name = Annotated[str, Field(max_length=4096)]
-Dims = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
+Dims = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
 Box = tuple[Dims, Dims]  # offset and size, one number per dimension each
 WHOLE_COPIES = ("buffer", "rng")  # kinds of which ranks may hold unlike values
 
@@ -297,11 +298,21 @@ class Manifest(_Strict):
         for item in self.stored:
             if item.dtype not in dtypes or item.num_bytes > total:
                 raise CheckpointError(f"{where}: {item.key} is of dtype {item.dtype} and shape {item.shape}")
-            if any(piece.file >= self.num_ranks for piece in item.pieces):
-                raise CheckpointError(f"{where}: {item.key} lies in a file that does not exist")
+            files = {piece.file for piece in item.pieces}
+            if len(files) != len(item.pieces) or max(files, default=0) >= self.num_ranks:
+                raise CheckpointError(f"{where}: {item.key} lies twice in a file, or in one that does not exist")
             problem = _coverage(item)
             if problem:
                 raise CheckpointError(f"{where}: {item.key}: {problem}")
+        names = [name for param in self.params for name in (param.name, *param.aliases)]
+        if len(set(names)) != len(names):
+            raise CheckpointError(f"{where}: a parameter occurs twice")
+        shapes = {param.name: param.shape for param in self.params}
+        for item in self.stored:
+            if item.kind in ("param", "compute", "optim") and shapes.get(item.name) != item.shape:
+                raise CheckpointError(f"{where}: {item.key} has no parameter of its shape")
+            if item.optimizer >= max(len(self.values.optimizers), 1):
+                raise CheckpointError(f"{where}: {item.key} is of an optimizer that does not exist")
         for param in self.params:
             item_of = self.by_key.get(f"param.{param.name}")
             if item_of is None or item_of.shape != param.shape or param.dtype not in dtypes:

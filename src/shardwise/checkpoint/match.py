@@ -1,5 +1,6 @@
 """What of a checkpoint goes where in a model: by name, never by position; and everything that does not fit, at once."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,9 @@ from shardwise.checkpoint.contents import (
     persistent_buffers,
     real_view,
 )
-from shardwise.checkpoint.manifest import DTYPES, Group, Manifest, Stored
+from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, Group, Manifest, Stored
 from shardwise.checkpoint.plain import from_plain
+from shardwise.checkpoint.sane import check_options, check_states
 from shardwise.errors import CheckpointError
 from shardwise.managed import Managed
 from shardwise.modules import collect_params
@@ -100,8 +102,11 @@ def match(managed: Managed, manifest: Manifest, objects: Mapping[str, Stateful],
         absent = [name for name in objects if name not in saved]
         if absent:
             problems.add("the checkpoint has no state of", ", ".join(absent))
-        if (managed.runtime.scaler is not None) and manifest.values.loss_scale is None and options.strict:
+        scale = manifest.values.loss_scale
+        if managed.runtime.scaler is not None and scale is None and options.strict:
             problems.add("the checkpoint has no loss scale", "this model trains in fp16 with one, pass strict=False")
+        if managed.runtime.scaler is not None and scale is not None and not _is_loss_scale(scale):
+            problems.add("the loss scale is malformed", str(scale)[:200])
     problems.raise_any(f"checkpoint {manifest.tag!r}")
     return Match(
         params=params,
@@ -194,6 +199,7 @@ def _optimizers(
             )
             continue
         result.append(_groups(managed, link, number, facts.groups, names, problems, fresh))
+        check_states(link, number, facts, manifest.stored, problems.add)
         owned = {names.get(managed.name_of(param)) for group in link.groups for param in group if param.requires_grad}
         dropped += sorted({*facts.scalars, *_with_state(manifest, number)} - {name for name in owned if name})
     return result
@@ -221,8 +227,16 @@ def _groups(
             problems.add(
                 "groups", f"group {index} of optimizer {number} joins saved groups {sources} that differ in {unlike}"
             )
-        result.append({key: value for key, value in options[0].items() if key not in NOT_KEPT} if options else {})
+        chosen = {key: value for key, value in options[0].items() if key not in NOT_KEPT} if options else {}
+        check_options(link, number, index, chosen, problems.add)
+        result.append(chosen)
     return result
+
+
+def _is_loss_scale(scale: Mapping[str, float]) -> bool:
+    """Whether the numbers are what a ``LossScaler`` may hold."""
+    numbers = [scale.get(key, -1.0) for key in ("clean_steps", "tolerance")]
+    return 0 < scale.get("scale", 0.0) < math.inf and all(0 <= n < MAX_COUNT for n in numbers)
 
 
 def _equal(first: Any, second: Any) -> bool:

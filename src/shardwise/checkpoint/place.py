@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import all_buckets, links_of, persistent_buffers, real_view
-from shardwise.checkpoint.manifest import DTYPES, Stored
+from shardwise.checkpoint.manifest import DTYPES, Manifest, Stored
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.source import TensorSource
@@ -25,13 +25,18 @@ from shardwise.runtime.bucket import Bucket
 __all__ = ["place_buffers", "place_optimizer", "place_params", "wanted_ranges"]
 
 
-def wanted_ranges(managed: Managed, matched: Match) -> Iterator[tuple[Stored, int, int]]:
-    """Yield what this rank will read of parameters."""
+def wanted_ranges(
+    managed: Managed, matched: Match, manifest: Manifest, *, with_optimizers: bool
+) -> Iterator[tuple[Stored, int, int]]:
+    """Yield what this rank will read of parameters, and of the optimizers' state."""
+    kinds = {"param", "compute", "optim"} if with_optimizers else {"param", "compute"}
+    items: dict[str, list[Stored]] = {}
+    for item in manifest.stored:
+        if item.kind in kinds:
+            items.setdefault(item.name, []).append(item)
     for bucket in all_buckets(managed):
-        start, stop = _finest(bucket)
-        for piece in bucket.site.layout.fragments(start, stop):
-            item = matched.params.get(piece.slot.param.name)
-            if item is not None:
+        for piece in bucket.site.layout.fragments(*_finest(bucket)):
+            for item in items.get(matched.names.get(piece.slot.param.name, ""), ()):
                 yield item, piece.param_start, piece.param_start + piece.numel
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["Plain", "from_plain", "to_plain"]
@@ -76,7 +77,7 @@ def from_plain(plain: Plain) -> Any:
     ((key, inner),) = plain.items()
     if key == _ESCAPED and isinstance(inner, dict):
         return {name: from_plain(item) for name, item in inner.items()}
-    if key == _FLOAT and inner in _FLOATS:
+    if key == _FLOAT and isinstance(inner, str) and inner in _FLOATS:
         return float(inner)
     if key == _TUPLE and isinstance(inner, list):
         return tuple(from_plain(item) for item in inner)
@@ -97,7 +98,7 @@ def _dictionary(pairs: list[Any]) -> dict[Any, Any]:
 def _scalar(name: Any, value: Plain) -> Tensor:
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     number = from_plain(value)
-    if not isinstance(dtype, torch.dtype) or not isinstance(number, bool | int | float):
+    if dtype not in DTYPES.values() or not isinstance(number, bool | int | float):
         raise CheckpointError(f"a value of the checkpoint is no scalar: {str([name, value])[:200]}")
     try:
         return torch.tensor(number, dtype=dtype)

@@ -45,6 +45,16 @@ class TensorSource:
                     begin, end = item.range_of(piece)
                     self._file(piece.file).check_entry(item.key, DTYPES[item.dtype], end - begin)
 
+    def check_copies(self, items: Iterable[Stored], rank: int) -> None:
+        """Check that files and entries are there for ``read_copy``.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        for item in items:
+            if item.pieces:
+                self._file(_copy_of(item, rank).file).check_entry(item.key, DTYPES[item.dtype], item.numel)
+
     def read(self, item: Stored, start: int, out: Tensor) -> None:
         """Fill ``out`` [n] with the elements from ``start`` on; what no piece holds stays as it is.
 
@@ -58,8 +68,7 @@ class TensorSource:
     def read_copy(self, item: Stored, rank: int, out: Tensor) -> None:
         """Fill ``out`` [numel] with the copy of one rank, or with the first one where that rank has none."""
         if item.pieces:
-            piece = next((piece for piece in item.pieces if piece.file == rank), item.pieces[0])
-            self._file(piece.file).read(item.key, 0, out)
+            self._file(_copy_of(item, rank).file).read(item.key, 0, out)
 
     def _pieces(self, item: Stored, start: int, stop: int) -> Iterable[tuple[Piece, int, int]]:
         for piece in item.pieces:
@@ -78,3 +87,8 @@ class TensorSource:
             )
         self._open.move_to_end(index)
         return self._open[index]
+
+
+def _copy_of(item: Stored, rank: int) -> Piece:
+    """Return the copy of one rank, or the first one where that rank has none."""
+    return next((piece for piece in item.pieces if piece.file == rank), item.pieces[0])

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, Held
-from shardwise.checkpoint.manifest import DTYPES, FileFacts
+from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, MAX_DIMS, FileFacts
 from shardwise.checkpoint.names import open_inside
 from shardwise.errors import CheckpointError
 
@@ -137,8 +137,8 @@ class TensorFile:
             self.metadata, self._places = self._read_header(facts)
             if self.metadata.get("save_id") != save_id:
                 raise CheckpointError(
-                    f"{self.path}: belongs to another save: it says {str(self.metadata.get('save_id'))[:40]}, the "
-                    f"manifest {save_id}"
+                    f"{self.path}: belongs to another save: it says {ascii(self.metadata.get('save_id'))[:40]}, "
+                    f"the manifest {save_id}"
                 )
         except BaseException:
             os.close(self._file)
@@ -227,11 +227,12 @@ def _place(fields: Mapping[str, Any], base: int, num_bytes: int) -> _Place:
     dtype = DTYPES[str(fields["dtype"])]
     begin, end = fields["data_offsets"]
     shape = fields["shape"]
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, begin, end]):
-        raise ValueError(f"entry {fields}")
+    sizes = [*shape, begin, end]
+    if len(sizes) > MAX_DIMS + 2 or not all(type(n) is int and 0 <= n < MAX_COUNT for n in sizes):
+        raise ValueError(f"entry {str(fields)[:100]}")
     numel = math.prod(shape)
     if end - begin != numel * dtype.itemsize or base + end > num_bytes:
-        raise ValueError(f"entry {fields} in a file of {num_bytes} bytes")
+        raise ValueError(f"entry {str(fields)[:100]} in a file of {num_bytes} bytes")
     return _Place(dtype=dtype, numel=numel, offset=base + begin)
 
 

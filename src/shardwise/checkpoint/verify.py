@@ -80,7 +80,7 @@ def _share(manifest: Manifest, rank: int, num_ranks: int) -> Iterator[tuple[Stor
     sizes = [_num_bytes(item, piece) for _, _, item, piece in entries]
     total, position = sum(sizes), 0
     for (_, _, item, piece), num_bytes in zip(entries, sizes, strict=True):
-        if position * num_ranks // max(total, 1) == rank:
+        if min(position * num_ranks // max(total, 1), num_ranks - 1) == rank:  # empty ones at the end are the last's
             yield item, piece
         position += num_bytes
 
