@@ -237,7 +237,7 @@ def _importer(origin: str, source: Path, options: _Options) -> Callable[[Path], 
             )
         case _:
             options.only(origin)
-            from shardwise.checkpoint.doors.deepspeed import import_deepspeed  # type: ignore[import-not-found,unused-ignore]
+            from shardwise.checkpoint.doors.deepspeed import import_deepspeed
 
             return lambda folder: import_deepspeed(source, folder, options.tag)
 
