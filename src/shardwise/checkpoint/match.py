@@ -235,8 +235,9 @@ def _groups(
 
 def _is_loss_scale(scale: Mapping[str, float]) -> bool:
     """Whether the numbers are what a ``LossScaler`` may hold."""
-    numbers = [scale.get(key, -1.0) for key in ("clean_steps", "tolerance")]
-    return 0 < scale.get("scale", 0.0) < math.inf and all(0 <= n < MAX_COUNT for n in numbers)
+    steps, tolerance = scale.get("clean_steps", -1.0), scale.get("tolerance", math.inf)
+    # The tolerance goes on falling below 0 while every step overflows.
+    return 0 < scale.get("scale", 0.0) < math.inf and 0 <= steps < MAX_COUNT and abs(tolerance) < MAX_COUNT
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -49,6 +49,9 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Tell whether all keys are there."""
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Read several values."""
+
     def delete_key(self, key: str, /) -> bool:
         """Remove a key."""
 
@@ -102,17 +105,16 @@ class Board:
 
     def announced(self, topic: str, seconds: float) -> dict[int, str]:
         """Return the texts of a topic by rank: at once if all are there, else what came in time."""
-        texts: dict[int, str] = {}
-        missing = list(self._keys)
+        places = {rank: self._place(topic, rank) for rank in self._keys}
         deadline, pause = time.monotonic() + seconds, 0.001
-        while True:
-            for rank in [rank for rank in missing if self._store.check([self._place(topic, rank)])]:
-                texts[rank] = self._store.get(self._place(topic, rank)).decode()
-                missing.remove(rank)
-            if not missing or time.monotonic() >= deadline:
-                return texts
+        while not self._store.check([*places.values()]):  # one question for all ranks: there may be thousands
+            if time.monotonic() >= deadline:
+                places = {rank: place for rank, place in places.items() if self._store.check([place])}
+                break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        texts = self._store.multi_get([*places.values()]) if places else []
+        return {rank: text.decode() for rank, text in zip(places, texts, strict=True)}
 
     def forget(self, topic: str) -> None:
         """Take this rank's text away."""
