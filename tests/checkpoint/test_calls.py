@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.doors.torchfile import import_torch
 from shardwise.checkpoint.folder import find_checkpoints, read_latest, read_manifest
 from shardwise.comm.base import Comm, flat_rank
 from shardwise.comm.fake import LocalComm
@@ -475,3 +476,16 @@ def test_two_optimizers_keep_their_own_state(tmp_path: Path) -> None:
     shardwise.load_checkpoint(other, tmp_path)
     step(other, *others)
     assert_same(state_of(other), state_of(net))
+
+
+def test_a_buffer_that_was_imported_as_a_parameter_is_found(tmp_path: Path) -> None:
+    net, _ = build(alone(), 0)
+    net.table += 3
+    state = shardwise.full_state_dict(net)
+    torch.save(state, tmp_path / "weights.pt")
+    import_torch(tmp_path / "weights.pt", tmp_path / "in", tag="a")
+    other, _ = build(alone(), 0, seed=8)
+    loaded = shardwise.load_checkpoint(other, tmp_path / "in", weights_only=True)
+    assert (loaded.missing, loaded.unexpected) == ((), ())
+    assert torch.equal(other.table, net.table)
+    assert_same(shardwise.full_parameters(other), shardwise.full_parameters(net))

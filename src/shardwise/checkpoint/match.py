@@ -141,8 +141,9 @@ def _params(
             problems.add("of another kind", f"{p.name} {item.dtype} for {p.param.dtype}")
         found[p.name], names[p.name] = item, candidates[0]
     used = {known[name] for p in collect_params(model) for name in (p.name, *p.aliases) if name in known}
+    buffers = persistent_buffers(model)
     for param in manifest.params if options.strict else ():
-        if param.name not in used:
+        if param.name not in used and param.name not in buffers:
             problems.add("not in the model", param.name)
     return found, names
 
@@ -158,7 +159,8 @@ def _buffers(
     saved = {item.name: item for item in manifest.stored if item.kind == "buffer"}
     found: dict[str, Stored] = {}
     for name, buffer in persistent_buffers(model).items():
-        item = saved.pop(name, None)
+        # Files of other libraries do not say which of their tensors are buffers.
+        item = saved.pop(name, None) or manifest.by_key.get(f"param.{name}")
         if item is None:
             missing.append(name)
             if options.strict:
@@ -168,6 +170,7 @@ def _buffers(
         if item.shape != shape:
             problems.add("of another shape", f"{name} {item.shape} for {shape}")
         found[name] = item
+        unexpected[:] = [other for other in unexpected if other != name]
     for name in saved:
         unexpected.append(name)
         if options.strict:

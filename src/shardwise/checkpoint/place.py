@@ -97,7 +97,10 @@ def place_buffers(managed: Managed, matched: Match, source: TensorSource, rank: 
         if name in matched.buffers:
             item = matched.buffers[name]
             values = torch.empty(item.numel, dtype=DTYPES[item.dtype])
-            source.read_copy(item, rank, values)
+            if item.kind == "buffer":
+                source.read_copy(item, rank, values)
+            else:
+                source.read(item, 0, values)
             real_view(buffer, name).copy_(values.view(item.shape))
 
 
