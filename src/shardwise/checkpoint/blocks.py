@@ -6,6 +6,7 @@ data out of memory. Reads use the page cache: what a check has read, the load th
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -157,28 +158,31 @@ class BlockReader:
             EOFError: the file is shorter.
             OSError: it cannot be read.
         """
-        parts = [
+        parts = (  # one by one: a file with holes may claim any length
             (number, offset + start, min(BLOCK_BYTES, num_bytes - start))
             for number, (offset, num_bytes) in enumerate(ranges)
             for start in range(0, num_bytes, BLOCK_BYTES)
-        ]
-        if not parts:
+        )
+        first = list(itertools.islice(parts, 2))
+        if not first:
             return
         if not self._blocks:
             self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
-        if len(parts) == 1:
-            yield parts[0][0], self._fetch(0, *parts[0][1:])
+        if len(first) == 1:
+            yield first[0][0], self._fetch(0, *first[0][1:])
             return
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(_NUM_BLOCKS - 1)
-        coming: deque[Future[Tensor]] = deque()
-        for index in range(len(parts) + _NUM_BLOCKS - 1):
-            if index < len(parts):
-                coming.append(self._thread.submit(self._fetch, index % _NUM_BLOCKS, *parts[index][1:]))
-            if index >= _NUM_BLOCKS - 1:
-                yield parts[index - _NUM_BLOCKS + 1][0], coming.popleft().result()
+        coming: deque[tuple[int, Future[Tensor]]] = deque()
+        for index, (number, offset, length) in enumerate(itertools.chain(first, parts)):
+            coming.append((number, self._thread.submit(self._fetch, index % _NUM_BLOCKS, offset, length)))
+            if len(coming) == _NUM_BLOCKS:
+                oldest, block = coming.popleft()
+                yield oldest, block.result()
+        for number, block in coming:
+            yield number, block.result()
 
     def _fetch(self, block: int, offset: int, length: int) -> Tensor:
         view = memoryview(self._blocks[block])[:length]

@@ -1,6 +1,7 @@
 """The random generators of this process: torch's, the device's, Python's and numpy's; read, checked, set."""
 
 import random
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from shardwise.checkpoint.plain import Plain, from_plain, to_plain
 from shardwise.errors import CheckpointError
 
 __all__ = ["generator_states", "prepare_generators"]
+
+_MERSENNE_WORDS = 624
 
 
 def generator_states(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Plain]]:
@@ -50,9 +53,17 @@ def prepare_generators(
     return act
 
 
+def _check_mersenne(state: bytes) -> None:
+    """Check what torch does not: that its generator will draw from the 624 words of its state, not from beyond them."""
+    left, following = int.from_bytes(state[8:12], sys.byteorder), int.from_bytes(state[16:24], sys.byteorder)
+    if left + following > _MERSENNE_WORDS + 1:
+        raise ValueError(f"torch's generator has {left} words left at {following}")
+
+
 def _setter(name: str, tensor: Tensor, values: Mapping[str, Plain], device: torch.device) -> Callable[[], None]:
     if name == "torch":
         torch.Generator().set_state(tensor)
+        _check_mersenne(tensor.numpy().tobytes())
         return lambda: torch.set_rng_state(tensor)
     if name == "python":
         version, gauss = from_plain(values["python"])

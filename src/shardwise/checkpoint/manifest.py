@@ -37,6 +37,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_RANKS = 100_000
+_MAX_GENERATOR_BYTES = 1 << 20
 MAX_DIMS = 32
 MAX_COUNT = 1 << 62
 
@@ -298,6 +299,8 @@ class Manifest(_Strict):
         for item in self.stored:
             if item.dtype not in dtypes or item.num_bytes > total:
                 raise CheckpointError(f"{where}: {item.key} is of dtype {item.dtype} and shape {item.shape}")
+            if item.kind == "rng" and item.num_bytes > _MAX_GENERATOR_BYTES:
+                raise CheckpointError(f"{where}: {item.key} has {item.num_bytes} bytes")
             files = {piece.file for piece in item.pieces}
             if len(files) != len(item.pieces) or max(files, default=0) >= self.num_ranks:
                 raise CheckpointError(f"{where}: {item.key} lies twice in a file, or in one that does not exist")

@@ -23,6 +23,7 @@ _RESERVED = frozenset({_TUPLE, _FLOAT, _PAIRS, _SCALAR, _ESCAPED})
 _FLOATS = ("nan", "inf", "-inf")
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 _MAX_DEPTH = 64
+_MOST_ALIKE = 64  # keys of one dictionary with one hash; more take a time that grows with their square
 
 
 def to_plain(value: Any, where: str) -> Plain:
@@ -90,7 +91,10 @@ def from_plain(plain: Plain) -> Any:
 
 def _dictionary(pairs: list[Any]) -> dict[Any, Any]:
     try:
-        return {from_plain(key): from_plain(item) for key, item in pairs}
+        keys = [from_plain(key) for key, _ in pairs]
+        if max(Counter(map(hash, keys)).values(), default=0) > _MOST_ALIKE:
+            raise TypeError("keys were chosen for their hash")
+        return {key: from_plain(item) for key, (_, item) in zip(keys, pairs, strict=True)}
     except TypeError:
         raise CheckpointError(f"a value of the checkpoint is malformed: {str(pairs)[:200]}") from None
 

@@ -7,7 +7,7 @@ and goes to the disk in blocks (``blocks.py``); their reader is not either, beca
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -218,9 +218,19 @@ class TensorFile:
             table = json.loads(raw)
             metadata = {str(key): str(text) for key, text in table.pop("__metadata__", {}).items()}
             places = {key: _place(fields, 8 + length, num_bytes) for key, fields in table.items()}
+            _check_apart(places.values())
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: its header is malformed: {str(error)[:200]}") from None
         return metadata, places
+
+
+def _check_apart(places: Iterable[_Place]) -> None:
+    """Check that no byte belongs to two entries: a small file would else hold any number of large tensors."""
+    position = 0
+    for place in sorted(places, key=lambda place: (place.offset, place.num_bytes)):
+        if place.offset < position and place.num_bytes:
+            raise ValueError(f"entries overlap at byte {place.offset}")
+        position = max(position, place.offset + place.num_bytes)
 
 
 def _place(fields: Mapping[str, Any], base: int, num_bytes: int) -> _Place:

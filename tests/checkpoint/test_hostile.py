@@ -1,0 +1,196 @@
+"""Checkpoints made to exhaust a machine or to confuse what lies below: refused soon, with little memory, or loaded."""
+
+import json
+import math
+import os
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from shardwise.checkpoint.blocks import BlockReader
+from shardwise.checkpoint.manifest import DTYPES
+from shardwise.checkpoint.names import MANIFEST, rank_file
+from shardwise.comm.base import Comm
+from shardwise.comm.fake import LocalComm
+from shardwise.testing.ranks import run_processes, run_ranks
+
+from .damage import Files, Rank, header_of, read_files, seal, unseal, with_data, with_header, write_files
+
+pytestmark = pytest.mark.filterwarnings("ignore:load_checkpoint")  # optimizer state that is fresh, or dropped
+
+FIRST = rank_file(0)
+PRIME = (1 << 61) - 1  # Python hashes whole numbers modulo this one
+RETYPED = [("optim", "cube", "exp_avg"), ("param", "cube", ""), ("compute", "cube", "")]
+RETYPED += [("buffer", "table", ""), ("buffer", "count", ""), ("buffer", "phase", ""), ("rng", "torch", "")]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Rank:
+    return Rank({"data": LocalComm()})
+
+
+@pytest.fixture(scope="module")
+def good(alone: Rank, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("saved")
+    alone.save(folder, "good")
+    return read_files(folder / "good")
+
+
+def attempt(rank: Rank, folder: Path, files: Files, **options: Any) -> str:
+    """Load; return the refusal. The whole one loads afterwards."""
+    write_files(folder / "bad", files)
+    return rank.attempt(folder, "bad", **options)
+
+
+def with_user(files: Files, user: Any) -> Files:
+    fields = unseal(files[MANIFEST])
+    fields["values"]["user"] = user
+    return {**files, MANIFEST: seal(fields)}
+
+
+@pytest.mark.parametrize("following", [2, 624, 625, 1 << 32, (1 << 64) - 1])
+def test_a_generator_that_would_read_beyond_its_state(following: int, alone: Rank, good: Files, tmp_path: Path) -> None:
+    def change(raw: bytearray) -> None:
+        struct.pack_into("=i", raw, 8, 624)
+        struct.pack_into("=Q", raw, 16, following)
+
+    assert "generator" in attempt(alone, tmp_path, with_data(good, "rng", "torch", change))
+
+
+KEYS: dict[str, Callable[[int], Any]] = {
+    "numbers": lambda n: n * PRIME,
+    "tuples": lambda n: {"$tuple": [-1 - (n >> bit & 1) for bit in range(17)]},  # -1 and -2 have one hash
+}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS.keys())
+def test_keys_chosen_for_their_hash(key: Callable[[int], Any], alone: Rank, good: Files, tmp_path: Path) -> None:
+    pairs = [[key(n), 0] for n in range(50_000)]
+    begin = time.monotonic()
+    assert "malformed" in attempt(alone, tmp_path, with_user(good, {"$pairs": pairs}))
+    assert time.monotonic() - begin < 10
+
+
+def test_long_lists_and_large_dictionaries_load(alone: Rank, good: Files, tmp_path: Path) -> None:
+    for user in ([0] * 1_000_000, {"$pairs": [[n, n] for n in range(100_000)]}, {str(n): n for n in range(100_000)}):
+        begin = time.monotonic()
+        assert attempt(alone, tmp_path, with_user(good, user)) == ""
+        assert time.monotonic() - begin < 20
+
+
+def test_entries_that_share_bytes(alone: Rank, good: Files, tmp_path: Path) -> None:
+    header, _ = header_of(good[FIRST])
+    header["optim.0.more.cube"] = header["optim.0.exp_avg.cube"]
+    files = with_header(good, 0, header)
+    for verify in (True, False):
+        assert "overlap" in attempt(alone, tmp_path, files, verify=verify)
+
+
+def test_a_generator_that_claims_a_file_of_holes(alone: Rank, good: Files, tmp_path: Path) -> None:
+    header, data = header_of(good[FIRST])
+    length = 1 << 41
+    header["rng.more"] = {"dtype": "U8", "shape": [length], "data_offsets": [len(data), len(data) + length]}
+    fields = unseal(good[MANIFEST])
+    piece = {"file": 0, "boxes": [[[0], [length]]], "hash": "0" * 32}
+    fields["stored"].append({"kind": "rng", "name": "more", "shape": [length], "dtype": "U8", "pieces": [piece]})
+    files = with_header({**good, MANIFEST: seal(fields)}, 0, header)
+    fields = unseal(files[MANIFEST])
+    fields["files"][0]["bytes"] += length
+    write_files(tmp_path / "bad", {**files, MANIFEST: seal(fields)})
+    os.truncate(tmp_path / "bad" / FIRST, fields["files"][0]["bytes"])
+    begin = time.monotonic()
+    assert "rng.more has" in alone.attempt(tmp_path, "bad")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_long_range_is_not_planned_ahead(tmp_path: Path) -> None:
+    (tmp_path / "holes").touch()
+    os.truncate(tmp_path / "holes", 1 << 43)
+    opened = os.open(tmp_path / "holes", os.O_RDONLY)
+    reader = BlockReader(opened)
+    tracemalloc.start()
+    try:
+        number, block = next(reader.read([(0, 1 << 43)]))
+        assert number == 0
+        assert not block.any()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        reader.close()
+        os.close(opened)
+
+
+def retyped(files: Files, kind: str, name: str, state: str, dtype: str) -> Files:
+    """Give a tensor another dtype, with zeros of the right length and right hashes everywhere."""
+    files, fields = dict(files), unseal(files[MANIFEST])
+    for item in fields["stored"]:
+        if (item["kind"], item["name"], item["state"]) != (kind, name, state):
+            continue
+        item["dtype"] = dtype
+        key = f"optim.0.{state}.{name}" if kind == "optim" else f"{kind}.{name}"
+        for piece in item["pieces"]:
+            path = rank_file(piece["file"])
+            header, data = header_of(files[path])
+            new = bytes(math.prod(header[key]["shape"]) * DTYPES[dtype].itemsize)
+            header[key] |= {"dtype": dtype, "data_offsets": [len(data), len(data) + len(new)]}
+            text = json.dumps(header).encode()
+            head = struct.pack("<Q", len(text)) + text
+            files[path] = head + data + new
+            piece["hash"] = xxhash.xxh3_128_hexdigest(new)
+            fields["files"][piece["file"]] = {"bytes": len(files[path]), "header": xxhash.xxh3_128_hexdigest(head)}
+    return {**files, MANIFEST: seal(fields)}
+
+
+def make_retyped(folder: Path) -> None:
+    """Save on two ranks; write a copy for every dtype of some tensors."""
+
+    def save(mesh: Mapping[str, Comm]) -> None:
+        Rank(mesh, own_generators=False).save(folder, "good")
+
+    run_ranks(2, save)
+    files = read_files(folder / "good")
+    for kind, name, state in RETYPED:
+        for dtype in DTYPES:
+            write_files(folder / f"{kind}-{name}-{dtype}", retyped(files, kind, name, state, dtype))
+
+
+def load_each(mesh: Mapping[str, Comm], folder: Path, stage: int) -> dict[str, str]:
+    """Load every checkpoint of a folder; after each the whole one must load."""
+    rank = Rank(mesh, stage, own_generators=False)
+    told = {}
+    for tag in sorted(path.name for path in folder.iterdir() if path.is_dir()):
+        told[tag] = rank.attempt(folder, tag)
+        assert rank.attempt(folder, "good") == "", tag
+    return told
+
+
+def load_in_process(mesh: Mapping[str, Comm]) -> list[dict[str, str]]:
+    folder = Path(os.environ["SHARDWISE_TEST_FOLDER"])
+    return [load_each(mesh, folder, stage) for stage in (0, 3)]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.matrix)])
+def test_tensors_of_every_dtype_load_or_are_refused(stage: int, tmp_path: Path) -> None:
+    make_retyped(tmp_path)
+    first, second = run_ranks(2, lambda mesh: load_each(mesh, tmp_path, stage), timeout=60)
+    assert first == second
+    refused = {tag for tag, said in first.items() if said}
+    assert {"param-cube-I32", "optim-cube-BOOL", "rng-torch-I8"} <= refused
+    assert not refused & {"param-cube-BF16", "param-cube-F64", "good", "buffer-count-I32"}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_tensors_of_every_dtype_on_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_retyped(tmp_path)
+    monkeypatch.setenv("SHARDWISE_TEST_FOLDER", str(tmp_path))
+    first, second = run_processes(2, load_in_process, timeout=250)
+    assert first == second
+    expected = [run_ranks(2, lambda mesh, stage=stage: load_each(mesh, tmp_path, stage))[0] for stage in (0, 3)]
+    assert first == expected
