@@ -1,11 +1,13 @@
 """One of two ranks that train with real DeepSpeed, save and make one more update: RANK RENDEZVOUS OUT VARIANT...
 
-A variant is ``STAGE-DTYPE``. Rank 0 notes whole masters at the save and after the next update. Started by
-``test_doors_deepspeed.py``, which takes the model and the batches from here.
+A variant is ``STAGE-DTYPE``, with ``-universal`` behind it to convert the checkpoint to that format too. Rank 0 notes
+whole masters at the save and after the next update. Started by ``test_doors_deepspeed.py``, which takes the model and
+the batches from here.
 """
 
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +78,33 @@ def masters(engine: Any) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    if engine.zero_optimization_stage() == 0:
+        return {name: param.detach().clone() for name, param in params}
     return {name: safe_get_full_fp32_param(param).clone() for name, param in params}
+
+
+def convert(folder: Path, tag: str) -> None:
+    """Let DeepSpeed make its universal format of a checkpoint, beside it."""
+    from deepspeed.checkpoint.ds_to_universal import main as run_conversion
+
+    run_conversion(
+        Namespace(
+            input_folder=str(folder / tag),
+            output_folder=str(folder / f"{tag}_universal"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
 
 
 def run(variant: str, rank: int, out: Path) -> None:
     """Train, save, go on."""
     import deepspeed
 
-    stage, dtype = variant.split("-")
+    stage, dtype, *universal = variant.split("-")
     net = Net()
     config = configuration(int(stage), dtype, NUM_RANKS)
     if stage == "3":
@@ -99,6 +120,8 @@ def run(variant: str, rank: int, out: Path) -> None:
         told["scale"] = float(engine.optimizer.loss_scaler.cur_scale)
     if rank == 0:
         torch.save(told, out / f"{variant}.pt")
+        if universal:
+            convert(out / variant, f"global_step{NUM_STEPS}")
 
 
 def main() -> None:

@@ -3,7 +3,10 @@
 DeepSpeed compiles a small extension the first time; TORCH_EXTENSIONS_DIR says where it is kept.
 """
 
+import argparse
 import copy
+import functools
+import io
 import os
 import pickle
 import shutil
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 import shardwise
+from shardwise.checkpoint.doors.compare import compare
 from shardwise.checkpoint.doors.deepspeed import import_deepspeed
 from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.verify import verify_files
@@ -32,7 +36,13 @@ from .deepspeed_save_worker import NUM_RANKS, NUM_STEPS, Net, configuration, opt
 from .doors_case import Bomb
 
 WORKER = Path(__file__).with_name("deepspeed_save_worker.py")
-VARIANTS = ("1-fp32", "2-fp32", "3-fp32", "1-bf16", "2-bf16", "3-bf16", "2-fp16", "3-fp16")
+VARIANTS = (
+    *("0-fp32", "1-fp32-universal", "2-fp32", "3-fp32-universal"),
+    *("1-bf16", "2-bf16-universal", "3-bf16", "2-fp16", "3-fp16"),
+)
+CASES = [(variant.removesuffix("-universal"), variant, None) for variant in VARIANTS] + [
+    (variant, variant, "global_step3_universal") for variant in VARIANTS if variant.endswith("universal")
+]
 SECONDS = 280.0
 TAG = "global_step3"
 MODEL, OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -63,12 +73,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.needs_peer("deepspeed")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_next_step_is_that_of_deepspeed(saved: Path, tmp_path: Path, variant: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("variant", "tag"), [case[1:] for case in CASES], ids=[str(case[0]) for case in CASES])
+def test_next_step_is_that_of_deepspeed(
+    saved: Path, tmp_path: Path, variant: str, tag: str | None, num_ranks: int
+) -> None:
     """Masters are the same to the bit; the next masters to 1e-6 in fp32. In 16 bits, gradients are rounded."""
-    stage, dtype = variant.split("-")
+    stage, dtype, *_ = variant.split("-")
     told = torch.load(saved / f"{variant}.pt", weights_only=True)
-    path = import_deepspeed(saved / variant, tmp_path, None)
+    path = import_deepspeed(saved / variant, tmp_path, tag)
     verify_files(path)
     other = Net(seed=7)
 
@@ -101,6 +113,18 @@ def test_next_step_is_that_of_deepspeed(saved: Path, tmp_path: Path, variant: st
     print(f"{variant} at {num_ranks} ranks: {largest:.2e}")
     assert largest <= (1e-6 if dtype == "fp32" else 1e-4)
     assert lr == pytest.approx(told["lr"], rel=1e-12)
+
+
+@pytest.mark.needs_peer("deepspeed")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.endswith("universal")])
+def test_parts_are_joined_as_deepspeed_joins_them(saved: Path, tmp_path: Path, variant: str) -> None:
+    """DeepSpeed's own conversion to its universal format is the oracle for masters and moments, to the bit."""
+    ours = import_deepspeed(saved / variant, tmp_path, None)
+    theirs = import_deepspeed(saved / variant, tmp_path, f"{TAG}_universal")
+    found = compare(ours, theirs)
+    assert found.identical, found
+    assert sum(key.startswith("optim.") for key in read_manifest(ours).by_key) == 2 * 6
 
 
 @pytest.mark.needs_peer("deepspeed")
@@ -294,3 +318,119 @@ def test_other_kinds_of_parallelism_are_named(tmp_path: Path, name: str) -> None
     source = write_crafted(tmp_path / "old")
     (source / TAG / name).touch()
     refused(source, tmp_path, "are not read")
+
+
+def test_a_copy_that_is_not_the_rounded_master_comes_in(tmp_path: Path) -> None:
+    """A master of 2.0001 is 2 in bf16; here the model computes with another value."""
+
+    def change(model: dict[str, Any], optim: dict[str, Any]) -> None:
+        model["module"]["weight"] = torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0], dtype=torch.bfloat16)
+
+    manifest = verify_files(import_deepspeed(write_crafted(tmp_path / "old", change=change), tmp_path / "new", None))
+    assert manifest.params[0].dtype == manifest.by_key["compute.weight"].dtype == "BF16"
+    assert manifest.by_key["param.weight"].dtype == "F32"
+
+
+def test_what_has_no_place_here_is_told(tmp_path: Path) -> None:
+    def change(model: dict[str, Any], optim: dict[str, Any]) -> None:
+        model |= {"lr_scheduler": {"last_batch_iteration": 2}, "noise": torch.zeros(3), "names": {"a"}}
+        model["ds_config"]["scheduler"] = {"type": "SomebodyElses"}
+        optim["base_optimizer_state"]["param_groups"][0]["weight_decay"] = 0.1
+
+    source = write_crafted(tmp_path / "old", change=change)
+    with pytest.warns(UserWarning, match="left out|AdamW") as told:
+        manifest = verify_files(import_deepspeed(source, tmp_path / "new", None))
+    texts = " ".join(str(warning.message) for warning in told)
+    for part in ("SomebodyElses", "noise, names", "Adam or AdamW"):
+        assert part in texts
+    assert set(manifest.values.objects) == {"engine"}
+    assert manifest.values.user == {"epoch": 1}
+
+
+def test_an_optimizer_without_names_is_taken_only_if_there_is_no_doubt(tmp_path: Path) -> None:
+    """Without ZeRO, parameters are told by shape; two of one shape in two groups are not."""
+    path = tmp_path / "old" / TAG
+    path.mkdir(parents=True)
+    states = {n: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for n in range(2)}
+    groups = [{"lr": 1.0, "weight_decay": 0.0, "params": [n]} for n in range(2)]
+    model = {
+        "module": {"a": torch.zeros(2), "b": torch.ones(2)},
+        "buffer_names": [],
+        "optimizer": {"state": states, "param_groups": groups},
+        "param_shapes": None,
+        "global_steps": 1,
+    }
+    torch.save(model, path / MODEL)
+    with pytest.warns(UserWarning, match="the state of the optimizer is left out: it names nothing"):
+        manifest = verify_files(import_deepspeed(path, tmp_path / "new", None))
+    assert set(manifest.by_key) == {"param.a", "param.b"}
+    assert manifest.values.optimizers == ()
+
+
+class Odd:
+    """Pickles as a call of something, with a state."""
+
+    def __init__(self, call: Any, arguments: tuple[Any, ...], state: Any = None) -> None:
+        self.reduced = (call, arguments) if state is None else (call, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+class Pickler(pickle.Pickler):
+    """Writes storages as torch does: as names of entries of the file."""
+
+    def persistent_id(self, item: Any) -> Any:
+        return item.told if isinstance(item, Storage) else None
+
+
+class Storage:
+    """A storage that a file claims to have."""
+
+    def __init__(self, *told: Any) -> None:
+        self.told = told
+
+
+def storage(numel: int, key: str = "0") -> Storage:
+    return Storage("storage", torch.FloatStorage, key, "cpu", numel)
+
+
+def made(storage: Any, offset: Any, size: Any, stride: Any, state: Any = None) -> Odd:
+    return Odd(torch._utils._rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict()), state)
+
+
+@pytest.mark.parametrize(
+    ("crafted", "message"),
+    [
+        (argparse.Namespace(a=1), "argparse.Namespace"),
+        (functools.partial(print), "functools.partial"),
+        (made(storage(5), 0, (5, 1000), (0, 0)), "larger than its storage"),
+        (made(storage(5), 3, (3,), (1,)), "larger than its storage"),
+        (made(storage(5), -1, (3,), (1,)), "has the shape"),
+        (made(storage(1 << 40), 0, (3,), (1,)), "claims 1099511627776 elements"),
+        (made(storage(1, "../../x"), 0, (1,), (1,)), "claims 1 elements"),
+        (made([1.0], 0, (1,), (1,)), "no storage"),
+        (made(storage(5), 0, (5,), (1,), (torch.float32, 0, (1 << 40,), (1,))), "sets attributes of a Tensor"),
+        (Odd(torch._tensor._rebuild_from_type_v2, (set, torch.Tensor, ([],), {})), "something else"),
+        (Storage("module", "x"), "no storage of a tensor"),
+        (Odd(torch._utils._rebuild_tensor_v2, ()), "is malformed"),
+    ],
+)
+def test_a_file_gives_no_more_than_it_has(tmp_path: Path, crafted: Any, message: str) -> None:
+    source = write_crafted(tmp_path / "old")
+    raw = io.BytesIO()
+    Pickler(raw, protocol=2).dump({"module": crafted})
+    rewritten(source / TAG / MODEL, raw.getvalue())
+    refused(source, tmp_path, f"{MODEL}: .*{message}")
+
+
+@pytest.mark.parametrize("name", ["..", "../old", "a/b", "/etc", "", "linked"])
+def test_names_of_the_universal_format_lead_nowhere_else(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "old" / TAG
+    (path / "zero").mkdir(parents=True)
+    (path / "zero" / "linked").symlink_to(tmp_path)
+    model = {"module": {}, "buffer_names": [], "param_shapes": [{name: (1,)}], "global_steps": 1}
+    torch.save(model, path / MODEL)
+    torch.save({"param_groups": []}, path / "zero" / "optimizer_state.pt")
+    torch.save(torch.zeros(1), tmp_path / "fp32.pt")
+    refused(path, tmp_path, "is no name of a directory|is a link")

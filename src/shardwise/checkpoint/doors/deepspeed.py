@@ -1,298 +1,241 @@
-"""A checkpoint of DeepSpeed, of stage 1, 2 or 3 and any number of ranks, to ours: weights, optimizer, counters.
+"""A checkpoint of DeepSpeed, of any stage and number of ranks, to ours; without DeepSpeed, and nothing in it is run.
 
-The flat shards of its ranks become whole tensors by parameter name (``deepspeed_join.py``). DeepSpeed is not needed,
-and nothing in its files is run (``deepspeed_reader.py``).
+``deepspeed_files.py`` reads a file, ``deepspeed_folder.py`` knows which there are, ``deepspeed_shards.py`` and
+``deepspeed_other.py`` where parameters lie in them, ``deepspeed_values.py`` what is beside tensors.
 """
 
 import contextlib
+import math
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import NOT_KEPT
-from shardwise.checkpoint.doors.deepspeed_join import Shards, read_shards
-from shardwise.checkpoint.doors.deepspeed_reader import find_files, read_states
-from shardwise.checkpoint.doors.incoming import Incoming, extra_state_module, plain_or_refuse, shown
+from shardwise.checkpoint.contents import Part
+from shardwise.checkpoint.doors.deepspeed_folder import DeepSpeedFiles, find_tag, mapping_in, read_folder
+from shardwise.checkpoint.doors.deepspeed_other import read_universal_optimizer, read_unsharded
+from shardwise.checkpoint.doors.deepspeed_shards import Held, HeldOptimizer, read_shards
+from shardwise.checkpoint.doors.deepspeed_values import (
+    client_state,
+    counters,
+    loss_scale,
+    optimizer_facts,
+    scheduler_state,
+    warn,
+)
+from shardwise.checkpoint.doors.incoming import Incoming, check_dense, extra_state_module, plain_or_refuse
+from shardwise.checkpoint.doors.scratch import scratch_tensor
 from shardwise.checkpoint.folder import make_temporary
-from shardwise.checkpoint.manifest import Group, OptimizerFacts
-from shardwise.checkpoint.names import is_tag
+from shardwise.checkpoint.manifest import Stored
 from shardwise.checkpoint.plain import Plain
 from shardwise.checkpoint.save import new_save_id
 from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["import_deepspeed"]
 
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-_OWN_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-    }
-)
-
 
 @torch.no_grad()
-def import_deepspeed(source: Path, folder: Path, tag: str | None) -> Path:
-    """Make a checkpoint from one that DeepSpeed saved; it keeps its name.
+def import_deepspeed(
+    source: Path, folder: Path, tag: str | None = None, *, optimizer: str | None = None, verify: bool = True
+) -> Path:
+    """Make a checkpoint from one that DeepSpeed saved: at stages 0 to 3, or in the universal format.
 
-    The files are mapped; whole tensors wait in files on the disk of ``folder``.
+    Files are mapped. What DeepSpeed cut waits, put together, in files on the disk of ``folder``, not in memory.
 
     Args:
-        source: the folder that DeepSpeed saved in, or the directory of one checkpoint.
-        folder: of checkpoints; the new one is named as DeepSpeed's, or ``step-<step>`` if that is no name here.
-        tag: which checkpoint of ``source``; None: the one that ``latest`` names.
+        source: a folder of DeepSpeed's checkpoints, or the directory of one.
+        folder: of checkpoints; the new one has the name of the old.
+        tag: which one of ``source``; None: what ``latest`` names.
+        optimizer: class of the optimizer; None: told by its options, DeepSpeed's configuration or its state.
+        verify: compare the checksums of the files, which DeepSpeed itself does not.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, leads outside, wants something to run, or is of a kind not read.
+        CheckpointError: it is damaged, incomplete, leads outside, wants something to run, is of a kind that is not
+            read (tensor, pipeline or expert parallel), or holds what a checkpoint does not.
+        ConfigError: the tag is no name.
     """
-    files = find_files(source, tag)
-    models = [read_states(files.path, name) for name in files.model]
-    optims = [read_states(files.path, name) for name in files.optim]
-    with _staging(folder) as staging:
-        try:
-            shards = read_shards(files, models, optims, staging)
-            incoming, facts = _filled(files.path, models[0], shards)
-            step = _count(models[0], "global_steps")
-            return incoming.write(
-                folder,
-                files.path.name if is_tag(files.path.name) else None,
-                step=step,
-                optimizers=(facts,),
-                loss_scale=_loss_scale(shards, models[0]),
-                objects=_objects(models[0], facts, files.path),
-                user=_user(models[0], files.path),
-            )
-        except CheckpointError:
+    path, found = find_tag(source, tag)
+    try:
+        return _import(path, folder, found, optimizer, verify)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, CheckpointError | ConfigError):
             raise
-        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise CheckpointError(f"{files.path}: is malformed: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CheckpointError(f"{path}: is malformed: {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def _filled(path: Path, model: Mapping[str, Any], shards: Shards) -> tuple[Incoming, OptimizerFacts]:
-    """Return the checkpoint in the making, with its tensors, and what is known of the optimizer."""
-    module: Mapping[str, Any] = model["module"]
-    incoming = Incoming(path, buffers=frozenset(model["buffer_names"]), frozen=shards.frozen)
-    tied = _tied(model, {**shards.trained, **shards.frozen}, path)
-    if shards.whole_module:
-        _complete(module, shards, tied, incoming)
-    for name, tensor in {**dict.fromkeys(module), **shards.trained, **shards.frozen}.items():
-        extra = extra_state_module(name)
-        if tensor is not None:
-            if incoming.is_buffer(name, tensor):
-                raise CheckpointError(f"{path}: {name} is a parameter and a buffer")
-            incoming.add_weight(name, tensor, [other for other, first in tied.items() if first == name])
-            dtype = module[name].dtype if name in module else tensor.dtype
-            incoming.params[name] = incoming.params[name].model_copy(update={"dtype": NAMES_OF_DTYPES[dtype]})
-        elif extra is not None:
-            incoming.extra_state[extra] = plain_or_refuse(module[name], f"{path}: {name}")
-        elif name in incoming.buffers:
-            incoming.add_weight(name, module[name])
-        elif name not in tied:
-            raise CheckpointError(f"{path}: {name} is neither a parameter that was sharded, nor frozen, nor a buffer")
-    for name, states in shards.states.items():
-        for state, tensor in states.items():
-            incoming.add_state(name, state, tensor)
-    return incoming, _optimizer(path, model, shards)
-
-
-def _tied(model: Mapping[str, Any], params: Mapping[str, Tensor], path: Path) -> dict[str, str]:
-    """Return other names of tied weights -> the name that has the values."""
-    tied: dict[str, str] = {}
-    for other, first in dict(model.get("shared_params") or {}).items():
-        one, two = (other, first) if first in params else (first, other)
-        if two not in params or one in params:
-            raise CheckpointError(f"{path}: {other} and {first} are tied, but not one of the two has values")
-        tied[one] = two
-    return tied
-
-
-def _complete(module: Mapping[str, Any], shards: Shards, tied: dict[str, str], incoming: Incoming) -> None:
-    """Find, up to stage 2, what only the state of the module tells: stage 1 does not list frozen and tied weights."""
-    known = {_memory(module[name]): name for name in (*shards.trained, *shards.frozen) if name in module}
-    for name, value in module.items():
-        if extra_state_module(name) is not None or name in incoming.buffers or name in tied:
-            continue
-        first = known.setdefault(_memory(value), name)
-        if first == name:
-            if name not in shards.trained:
-                shards.frozen[name] = value
-        elif name not in shards.trained and name not in shards.frozen:
-            tied[name] = first
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where the values of a tensor are; tied weights share them, as in the file."""
-    if not tensor.numel():
-        return (id(tensor),)
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _optimizer(path: Path, model: Mapping[str, Any], shards: Shards) -> OptimizerFacts:
-    groups, scalars = [], {name: dict(values) for name, values in shards.scalars.items()}
-    for names, options in shards.groups:
-        if options.get("bias_correction") is False:
-            raise CheckpointError(f"{path}: the optimizer does not correct its bias, which none here does")
-        if "step" in options:  # where an optimizer of DeepSpeed counts
-            for name in names:
-                scalars.setdefault(name, {}).setdefault("step", torch.tensor(float(options["step"])))
-        kept = {key: value for key, value in options.items() if key not in {*NOT_KEPT, "step", "bias_correction"}}
-        where = f"{path}: option"
-        groups.append(
-            Group(params=names, options={key: plain_or_refuse(kept[key], f"{where} {key!r}") for key in kept})
+def _import(path: Path, folder: Path, tag: str, optimizer: str | None, verify: bool) -> Path:
+    """Read everything, then write it."""
+    files = read_folder(path, verify=verify)
+    model = _Model.parse(files)
+    if files.universal is not None:
+        held = read_universal_optimizer(files, verify=verify)
+    else:
+        held = read_shards(files) if files.optim else read_unsharded(files, model.weights)
+    if held.problem:
+        warn(path, f"the state of the optimizer is left out: {held.problem}")
+    with _staging(folder) as staging:
+        incoming = Incoming(path, buffers=model.buffers.keys(), frozen=_frozen(model, held))
+        incoming.extra_state.update(model.extra_state)
+        for name in dict.fromkeys((*model.weights, *held.params)):
+            _add_param(incoming, model, held.params.get(name), name, staging)
+        for name, tensor in model.buffers.items():
+            incoming.add_weight(name, tensor)
+        optimizers = () if held.problem else (optimizer_facts(files, held, optimizer),)
+        engine = counters(files)
+        objects: dict[str, Plain] = {"engine": engine}
+        scheduler = scheduler_state(files, held)
+        if scheduler is not None:
+            objects["scheduler"] = scheduler
+        return incoming.write(
+            folder,
+            tag,
+            step=engine["global_steps"],
+            optimizers=optimizers,
+            loss_scale=loss_scale(files),
+            objects=objects,
+            user=client_state(files),
         )
-    return OptimizerFacts(
-        class_name=_class_name(path, model, shards),
-        groups=tuple(groups),
-        scalars={
-            name: {key: plain_or_refuse(_as_torch(key, value), f"{path}: state {key!r}") for key, value in each.items()}
-            for name, each in scalars.items()
-        },
-    )
 
 
-def _as_torch(key: str, value: Any) -> Any:
-    """Return a counter of steps as torch's optimizers keep it."""
-    return torch.tensor(float(value)) if key == "step" and isinstance(value, int | float) else value
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """The model's state dict.
+
+    Attributes:
+        weights: parameters, each under one name, in order; at stage 3 without their values.
+        aliases: other names of parameters -> that name.
+        buffers: each under one name.
+        extra_state: of modules, plain.
+        frozen: pieces of parameters that stage 3 keeps elsewhere, with their shapes.
+    """
+
+    weights: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+    extra_state: Mapping[str, Plain]
+    frozen: Mapping[str, tuple[tuple[int, ...], Sequence[Tensor]]]
+
+    @classmethod
+    def parse(cls, files: DeepSpeedFiles) -> "_Model":
+        """Take the state dict apart.
+
+        Raises:
+            CheckpointError: it is malformed.
+        """
+        where, top = str(files.path), files.model[0]
+        module = mapping_in(top.get("module"), f"{where}: module")
+        given = top.get("buffer_names")
+        buffer_names = {name for name in given if isinstance(name, str)} if isinstance(given, list) else set()
+        shared = top.get("shared_params")
+        aliases = dict(mapping_in(shared, f"{where}: shared_params")) if shared else {}
+        weights: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        extra_state: dict[str, Plain] = {}
+        first_names: dict[tuple[Any, ...], str] = {}
+        for name, value in module.items():
+            extra = extra_state_module(name)
+            if extra is not None:
+                extra_state[extra] = plain_or_refuse(value, f"{where}: {name}")
+                continue
+            check_dense(value, f"{where}: {name}")
+            same = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+            original = aliases.get(name) or first_names.setdefault(same, name)
+            if name in buffer_names or not value.dtype.is_floating_point:
+                buffers |= {name: value} if original == name else {}
+            elif original == name:
+                weights[name] = value
+            else:
+                aliases[name] = original
+        unknown = [name for name in aliases.values() if name not in weights]
+        if unknown:
+            raise CheckpointError(f"{where}: {str(unknown[0])[:200]} has other names and is not in the model")
+        return cls(
+            weights=weights,
+            aliases=aliases,
+            buffers=buffers,
+            extra_state=extra_state,
+            frozen=_frozen_pieces(files),
+        )
 
 
-def _class_name(path: Path, model: Mapping[str, Any], shards: Shards) -> str:
-    """Tell the class: by the options, the configuration, or the state."""
-    options = shards.groups[0][1]
-    decoupled = options.get("decoupled_weight_decay")
-    states = {state for each in shards.states.values() for state in each}
-    section = dict(model.get("ds_config") or {}).get("optimizer") or {}
-    params = section.get("params") or {}
-    if states >= {"exp_avg", "exp_avg_sq"}:
-        if decoupled is None:
-            decoupled = params.get("adam_w_mode", True) if section else None
-        if decoupled is None:
-            decoupled = True
-            if any(group.get("weight_decay") for _, group in shards.groups):
-                _warn(path, "nothing tells whether the optimizer was Adam or AdamW; taken for AdamW")
-        return "AdamW" if decoupled or str(section.get("type")).lower() == "adamw" else "Adam"
-    if states == {"exp_avg"}:
-        return "Lion"
-    if states == {"sum"}:
-        return "Adagrad"
-    if states <= {"momentum_buffer"} and "momentum" in options:
-        return "SGD"
-    raise CheckpointError(f"{path}: nothing tells the class of the optimizer, whose state is {sorted(states)}")
+def _frozen_pieces(files: DeepSpeedFiles) -> dict[str, tuple[tuple[int, ...], list[Tensor]]]:
+    """Return what files of stages 2 and 3 hold of parameters that do not train: by rank, the last piece padded."""
+    shapes = files.model[0].get("frozen_param_shapes") or {}
+    found: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
+    for name, shape in mapping_in(shapes, f"{files.path}: frozen_param_shapes").items():
+        where = f"{files.path}: frozen parameter {name}"
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
+            raise CheckpointError(f"{where}: its shape is malformed")
+        left, kept = math.prod(shape), []
+        for model in files.model:
+            piece = mapping_in(model.get("frozen_param_fragments"), where).get(name)
+            check_dense(piece, where)
+            assert isinstance(piece, Tensor)
+            kept.append(piece.reshape(-1)[:left])
+            left -= kept[-1].numel()
+        if left or len({piece.dtype for piece in kept}) != 1:
+            raise CheckpointError(f"{where}: {left} of its {math.prod(shape)} elements are missing")
+        found[name] = (shape, kept)
+    return found
 
 
-def _loss_scale(shards: Shards, model: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return where the loss scale was, for a model that computed in fp16."""
-    scaler = shards.loss_scaler
-    half = any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in model["module"].values())
-    if scaler is None or not half:
-        return None
-    scale = float(scaler.cur_scale)
-    if not hasattr(scaler, "cur_iter"):
-        return {"scale": scale, "clean_steps": 0, "tolerance": 1}
-    # DeepSpeed grows when this, of the next step, is a multiple of the window and not 0: the first time one step later
-    interval = scaler.cur_iter - scaler.last_overflow_iter - 1
-    clean = (interval - 1) % scaler.scale_window if interval > 0 else 0
-    return {"scale": scale, "clean_steps": clean, "tolerance": scaler.cur_hysteresis}
+def _frozen(model: _Model, held: HeldOptimizer) -> set[str]:
+    """Return the parameters that did not train: those that the optimizer does not have."""
+    return set() if held.problem else {name for name in model.weights if name not in held.params}
 
 
-def _objects(model: Mapping[str, Any], facts: OptimizerFacts, path: Path) -> dict[str, Plain]:
-    counters = {name: _count(model, name) for name in ("global_steps", "global_samples", "skipped_steps")}
-    accumulation = _accumulation(model)
-    counters["micro_steps"] = counters["global_steps"] * accumulation
-    objects: dict[str, Plain] = {"engine": counters}
-    state, config = model.get("lr_scheduler"), dict(model.get("ds_config") or {}).get("scheduler")
-    name = config.get("type") if isinstance(config, dict) else None
-    if state is not None and set(state) == {"last_batch_iteration"}:
-        if name in _SCHEDULES:
-            position = int(state["last_batch_iteration"]) + 1
-            objects["scheduler"] = {
-                "schedule": name,
-                "last_epoch": position,
-                "step_count": position + 1,
-                "last_lr": [float(group.options["lr"]) for group in facts.groups],
-            }
-        else:
-            _warn(path, f"the state of the learning-rate schedule is left out: its configuration names {name!r}")
-    elif state is not None:
-        try:
-            objects["scheduler"] = plain_or_refuse(state, "state of the scheduler")
-        except CheckpointError as error:
-            _warn(path, f"the state of the learning-rate schedule is left out: {error}")
-    if model.get("data_sampler") is not None or model.get("random_ltd") is not None:
-        _warn(path, "the states of DeepSpeed's data sampler and layer dropping are left out")
-    return objects
+def _add_param(incoming: Incoming, model: _Model, held: Held | None, name: str, staging: Path) -> None:
+    """Take over a parameter, its copy for computing where that is another, and its state."""
+    copy = model.weights.get(name)
+    shape = tuple(copy.shape) if copy is not None else ()
+    if held is not None and held.master:
+        shape, tensor = held.shape, _whole(held.master, held.shape, staging)
+    elif name in model.frozen:
+        shape, pieces = model.frozen[name]
+        tensor = _whole(pieces, shape, staging)
+    elif copy is not None:
+        tensor = copy
+    else:
+        raise CheckpointError(f"{incoming.source}: the files have no values of {name}")
+    incoming.add_weight(name, tensor, [other for other, original in model.aliases.items() if original == name])
+    if copy is not None and copy.dtype != tensor.dtype and name in incoming.params:
+        dtype = NAMES_OF_DTYPES[copy.dtype]
+        incoming.params[name] = incoming.params[name].model_copy(update={"dtype": dtype})
+        if tuple(copy.shape) == shape and not torch.equal(tensor.to(copy.dtype), copy):
+            stored = Stored(kind="compute", name=name, shape=shape, dtype=dtype, pieces=())
+            incoming.parts.append(Part(stored=stored, start=0, flat=copy.contiguous().reshape(-1)))
+    for state, parts in held.states.items() if held is not None else ():
+        incoming.add_state(name, state, _whole(parts, shape, staging))
 
 
-def _accumulation(model: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches per update, as far as the configuration tells."""
-    config = dict(model.get("ds_config") or {})
-    given, whole = config.get("gradient_accumulation_steps"), config.get("train_batch_size")
-    micro, ranks = config.get("train_micro_batch_size_per_gpu"), model.get("dp_world_size")
-    if isinstance(given, int):
-        return max(1, given)
-    if isinstance(whole, int) and isinstance(micro, int) and isinstance(ranks, int) and micro * ranks > 0:
-        return max(1, whole // (micro * ranks))
-    return 1
-
-
-def _user(model: Mapping[str, Any], path: Path) -> Plain:
-    """Return what the user added (``client_state``), as far as it is plain."""
-    kept, lost = {}, []
-    for key, value in model.items():
-        if key not in _OWN_KEYS:
-            try:
-                kept[key] = plain_or_refuse(value, key)
-            except CheckpointError:
-                lost.append(key)
-    if lost:
-        _warn(path, f"of the client state, {shown(lost)} is left out: it is no plain value")
-    return kept or None
-
-
-def _count(model: Mapping[str, Any], name: str) -> int:
-    value = model.get(name)
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"{name} is {str(value)[:200]}, no count")
-    return value
-
-
-def _warn(path: Path, text: str) -> None:
-    warnings.warn(f"{path}: {text}", stacklevel=4)
+def _whole(pieces: Sequence[Tensor], shape: tuple[int, ...], staging: Path) -> Tensor:
+    """Put pieces together; one piece stays where it is."""
+    if len(pieces) == 1:
+        return pieces[0].reshape(shape)
+    try:
+        out = scratch_tensor(staging, shape, pieces[0].dtype if pieces else torch.float32)
+    except OSError as error:
+        raise CheckpointError(f"{staging}: {error.strerror}") from None
+    flat, position = out.view(-1), 0
+    for piece in pieces:
+        flat[position : position + piece.numel()] = piece
+        position += piece.numel()
+    return out
 
 
 @contextlib.contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """Give a private directory on the disk of a folder, removed at the end."""
-    place = folder if folder.is_dir() else folder.absolute().parent
+    """Give a private directory in the folder, on whose disk the checkpoint will be."""
     try:
-        temporary = make_temporary(place, "import", new_save_id())
+        path = make_temporary(folder, "import", new_save_id())
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise CheckpointError(f"{folder}: {error.strerror}") from None
     try:
-        yield temporary
-    except OSError as error:
-        raise CheckpointError(f"{folder}: was not written: {error.strerror or error}") from None
+        yield path
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
