@@ -205,6 +205,20 @@ def test_a_leftover_of_nobody_is_cleared_whatever_it_says(owner: str, tmp_path: 
     assert not leftover.exists()
 
 
+@pytest.mark.parametrize("make", [make_link, make_dangling_link, make_pipe, make_folder, make_socket, make_empty])
+def test_odd_owners_of_checkpoints_do_not_keep_a_save_from_being_made(
+    make: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    away, folder = tmp_path / "away", tmp_path / "saved"
+    away.touch()
+    net, _ = build({"data": LocalComm()}, 1)
+    shardwise.save_checkpoint(net, folder, tag="one")
+    make(folder / "one" / ".owner", away)
+    shardwise.save_checkpoint(net, folder, tag="two")
+    assert away.exists()
+    assert {"one", "two", "latest"} == {path.name for path in folder.iterdir()}
+
+
 def test_leftovers_that_may_be_in_use_stay(tmp_path: Path) -> None:
     make_temporary(tmp_path, "mine", SAVE_ID)
     far = make_temporary(tmp_path, "far", SAVE_ID)

@@ -1,18 +1,24 @@
 """A rank is killed in the middle of a save or a load; the run begins again and ends as if nothing had happened."""
 
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.checkpoint.folder import find_checkpoints
 from shardwise.checkpoint.verify import verify_files
-from shardwise.errors import CheckpointError
+from shardwise.comm.base import Comm
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.faults import POINTS
+from shardwise.testing.ranks import run_processes
 
+from .case import build, train
 from .resume_case import run_ranks_of, start
 
 ONLY_RANK_0 = {
@@ -94,3 +100,26 @@ def test_a_killed_rank_costs_the_updates_since_the_last_save(
 @pytest.mark.parametrize(("point", "rank"), ALL)
 def test_a_killed_rank_at_every_point(point: str, rank: int, tmp_path: Path, undisturbed: list[str]) -> None:
     check(point, rank, tmp_path, undisturbed)
+
+
+def wait_for_a_save_of_a_killed_rank(mesh: Mapping[str, Comm]) -> None:
+    (comm,) = mesh.values()
+    net, optimizer = build(mesh, 3)
+    train(net, optimizer, mesh, range(1))
+    with tempfile.TemporaryDirectory() as made:
+        comm.announce("folder", made)
+        folder = comm.announced("folder", 20)[0]
+        os.environ["SHARDWISE_FAULT"] = "save.after_first_file:1:1:kill"
+        shardwise.save_checkpoint(net, folder, background=True)
+        shardwise.wait_for_save(net)
+
+
+def test_a_rank_killed_in_a_save_in_the_background_is_noticed_by_those_who_wait() -> None:
+    begin = time.monotonic()
+    survivor, killed = run_processes(
+        2, wait_for_a_save_of_a_killed_rank, timeout=60, comm_timeout=10, return_exceptions=True
+    )
+    assert time.monotonic() - begin < 40
+    assert isinstance(killed, ChildProcessError)
+    assert isinstance(survivor, ShardwiseError), survivor
+    assert "rank 1" in str(survivor)

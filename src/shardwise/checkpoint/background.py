@@ -25,6 +25,7 @@ from shardwise.managed import Managed
 __all__ = ["PendingSave"]
 
 _WRITE_SECONDS = 3600.0  # how long the threads of the ranks wait for the slowest disk
+_ASK_SECONDS = 1.0
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -65,8 +66,8 @@ class PendingSave:
         Raises:
             CheckpointError: it failed, on any rank; the same on all.
         """
-        if not self._reported:
-            self._thread.join()
+        while not self._reported:
+            self._thread.join(_ASK_SECONDS)  # the question is a collective, which notices a rank that died
             self._ask()
         return self.path
 

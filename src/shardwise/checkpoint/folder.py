@@ -116,28 +116,31 @@ def make_temporary(folder: Path, tag: str, save_id: str) -> Path:
     path = folder / f"{_TEMPORARY}{tag}-{save_id}"
     path.mkdir(mode=0o700)
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_of(os.getpid())}
-    write_whole(
-        path / _OWNER, json.dumps(owner).encode(), to_disk=False
-    )  # what a crash of the machine leaves is nobody's
+    # Not brought to the disk: what a crash of the machine leaves is nobody's.
+    write_whole(path / _OWNER, json.dumps(owner).encode(), to_disk=False)
     return path
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what saves of dead processes of this host left; put back what one had moved aside."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.is_symlink() or not path.is_dir():
-            continue
-        if not path.name.startswith((_TEMPORARY, _GONE)):
-            if is_tag(path.name) and os.path.lexists(path / _OWNER) and not _is_owned(path):
-                (path / _OWNER).unlink(missing_ok=True)  # its save ended right after the commit
-            continue
-        if _is_owned(path) or _is_owned(path.with_name(path.name.removesuffix("-old"))):
-            continue
-        aside = _ASIDE.fullmatch(path.name)
-        if aside and is_tag(aside[1]) and not os.path.lexists(folder / aside[1]):
-            os.rename(path, folder / aside[1])
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        if not path.is_symlink() and path.is_dir():
+            with contextlib.suppress(OSError):  # what cannot be removed does not keep a save from being made
+                _clear(path)
+
+
+def _clear(path: Path) -> None:
+    if not path.name.startswith((_TEMPORARY, _GONE)):
+        if is_tag(path.name) and os.path.lexists(path / _OWNER) and not _is_owned(path):
+            (path / _OWNER).unlink()  # its save ended right after the commit
+        return
+    if _is_owned(path) or _is_owned(path.with_name(path.name.removesuffix("-old"))):
+        return
+    aside = _ASIDE.fullmatch(path.name)
+    if aside and is_tag(aside[1]) and not os.path.lexists(path.with_name(aside[1])):
+        os.rename(path, path.with_name(aside[1]))
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
