@@ -16,9 +16,11 @@ from shardwise.access import full_state_dict
 from shardwise.accumulation import AccumulationWindow
 from shardwise.checkpoint.calls import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.contents import Stateful
+from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.load import resolve_tag
 from shardwise.checkpoint.names import LATEST, check_tag
 from shardwise.checkpoint.save import describe
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.managed import Managed
 
 __all__ = ["COUNTERS", "EngineCheckpoints"]
@@ -157,6 +159,8 @@ class EngineCheckpoints(nn.Module):
         objects = {} if load_module_only else self._objects()
         if not load_lr_scheduler_states:
             objects.pop("scheduler", None)
+        if "loader" in objects and self._has_no_position(Path(load_dir), tag):
+            objects.pop("loader")
         loaded = load_checkpoint(
             self.module,
             load_dir,
@@ -214,6 +218,21 @@ class EngineCheckpoints(nn.Module):
         """Whether no rank sees the file; if some do, loading tells."""
         here = str((folder.expanduser() / LATEST).exists())
         return "True" not in self._managed.council.round("load_checkpoint (is there one?)", here)
+
+    def _has_no_position(self, load_dir: Path, tag: str | None) -> bool:
+        """Whether the checkpoint has no place in the data, as one that was imported; the loader then begins anew."""
+        folder = load_dir.expanduser()
+        try:
+            found = read_manifest(folder / resolve_tag(folder, None if tag is None else str(tag)))
+        except ShardwiseError:
+            return False  # loading tells what is wrong
+        if "loader" in found.values.objects:
+            return False
+        if self._is_first:
+            warnings.warn(
+                "load_checkpoint: the checkpoint has no place in the data: the loader begins anew", stacklevel=3
+            )
+        return True
 
 
 def _write_state(folder: Path, name: str, state: Mapping[str, Tensor]) -> None:

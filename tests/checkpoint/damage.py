@@ -84,6 +84,7 @@ class Rank:
         self.net, self.optimizer = build(mesh, stage, dtype=torch.float16, model=Rich)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
         self._own_generators = own_generators
+        self._num_attempts = 100
         train(self.net, self.optimizer, mesh, range(2))
 
     def save(self, folder: Path, tag: str, **options: Any) -> None:
@@ -97,7 +98,12 @@ class Rank:
         self.scheduler.step()
 
     def attempt(self, folder: Path, tag: str | None = None, **options: Any) -> str:
-        """Load; return the refusal, else nothing. After a refusal everything must be as it was."""
+        """Load; return the refusal, else nothing. After a refusal everything must be as it was.
+
+        An update comes first: what holds the checkpoint's own values would not show that some of them were written.
+        """
+        self.step(self._num_attempts)
+        self._num_attempts += 1
         before = self.digest()
         said = ""
         try:

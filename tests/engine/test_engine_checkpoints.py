@@ -127,6 +127,19 @@ def test_a_save_in_the_background_ends_before_the_engine_does(tmp_path: Path) ->
     assert [each.tag for each in find_checkpoints(tmp_path)] == ["global_step0"]
 
 
+def test_a_checkpoint_without_a_place_in_the_data_lets_the_loader_begin(tmp_path: Path) -> None:
+    mesh = {"data": LocalComm()}
+    engine_on(mesh).save_checkpoint(tmp_path)
+    data = TensorDataset(torch.ones(4, 3))
+    engine, _, loader, _ = shardwise.initialize(
+        model=net(), mesh=mesh, config={**CONFIG, "batch": {"micro": 2}}, training_data=data
+    )
+    assert len(list(loader)) == 2
+    with pytest.warns(UserWarning, match="the loader begins anew"):
+        engine.load_checkpoint(tmp_path)
+    assert loader.state_dict() == {"epoch": 1, "samples": 0}
+
+
 def loader_of(rank: int, num_ranks: int, micro: int, *, drop_last: bool = False) -> ShardedLoader:
     data = TensorDataset(torch.arange(23))
     return ShardedLoader(data, micro=micro, rank=rank, num_ranks=num_ranks, seed=3, drop_last=drop_last)
