@@ -346,6 +346,74 @@ def test_a_process_that_dies_before_latest_is_replaced_leaves_nothing(
     assert tree(tmp_path) == set()
 
 
+def test_two_runs_that_save_under_the_same_names(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def save_often() -> None:
+        net, _ = build({"data": LocalComm()}, 1)
+        for step in range(60):
+            try:
+                shardwise.save_checkpoint(net, tmp_path, tag=f"t{step % 3}", step=step, overwrite=True, keep_last=2)
+                told.append("")
+            except BaseException as error:
+                told.append(repr(error))
+
+    runs = [threading.Thread(target=save_often) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(60)
+    assert len(told) == 120
+    # The other run may replace a checkpoint while this one reads its own back.
+    assert not [text for text in told if text and "was saved, but older ones were not removed" not in text]
+    assert told.count("") > 60
+    for path in tmp_path.iterdir():
+        assert not path.name.startswith(".")
+        if path.name != "latest":
+            verify_files(path)
+
+
+def test_a_name_that_is_taken_or_let_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Path] = []
+    real = os.path.lexists
+
+    def look(path: Path) -> bool:
+        found = real(path)
+        if path == tmp_path / "one" and len(looked) < 2:
+            looked.append(path)
+            if found:
+                shutil.rmtree(path)
+            else:
+                path.mkdir()
+                (path / MANIFEST).touch()
+        return found
+
+    temporary = make_temporary(tmp_path, "one", SAVE_ID)
+    (temporary / MANIFEST).write_text("new")
+    monkeypatch.setattr(os.path, "lexists", look)
+    commit(temporary, tmp_path / "one", overwrite=True)
+    assert len(looked) == 2
+    assert tree(tmp_path) == {"one", f"one/{MANIFEST}"}
+    assert (tmp_path / "one" / MANIFEST).read_text() == "new"
+
+
+def test_old_checkpoints_that_cannot_be_listed_are_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("shardwise.checkpoint.save.find_checkpoints", refuse)
+
+    def body(mesh: Mapping[str, Comm]) -> str:
+        net, _ = build(mesh, 2)
+        with pytest.raises(CheckpointError) as caught:
+            shardwise.save_checkpoint(net, tmp_path, tag="one", keep_last=1)
+        return str(caught.value)
+
+    first, second = run_ranks(2, body, timeout=20)
+    assert first == second
+    assert "was saved, but older ones were not removed. rank 0: " in first
+
+
 def die_often(tmp_path: Path, kills: int) -> None:
     told = subprocess.run(
         [sys.executable, WORKER, tmp_path / "saved", str(kills)],

@@ -42,6 +42,7 @@ __all__ = [
 _TEMPORARY, _GONE, _OWNER = ".tmp-", ".gone-", ".owner"
 _ASIDE = re.compile(r"\.tmp-(.+)-[0-9a-f]{32}-old")
 _LATEST_BYTES = 256
+_MOST_TRIES = 8  # to find a name taken, or free
 _YOUNG_SECONDS = 10.0  # in this time whoever makes a directory has said that it is theirs
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -155,20 +156,33 @@ def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         path.chmod(0o666 & ~mask)
     temporary.chmod(0o777 & ~mask)
     sync_folder(temporary)
+    for tries_left in reversed(range(_MOST_TRIES)):
+        try:
+            _put(temporary, target, overwrite=overwrite)
+            break
+        except OSError as error:  # another run has taken the name since we looked, or let it go
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST) or not tries_left:
+                raise
+    (target / _OWNER).unlink(missing_ok=True)  # not before: a directory without an owner may be cleared
+    sync_folder(target.parent)
+
+
+def _put(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         os.rename(temporary, target)
     elif overwrite and not target.is_symlink() and (target / MANIFEST).exists():
         shutil.rmtree(_exchange(temporary, target), ignore_errors=True)  # the new one is there, whatever happens
-    else:
+    elif os.path.lexists(target):
         raise CheckpointError(f"{target}: exists already")
-    (target / _OWNER).unlink(missing_ok=True)  # not before: a directory without an owner may be cleared
-    sync_folder(target.parent)
+    else:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
 
 
 def remove(path: Path, save_id: str) -> None:
     """Make a checkpoint invisible in one step, then remove it."""
     gone = path.with_name(f"{_GONE}{path.name}-{save_id}")
-    os.rename(path, gone)
+    with contextlib.suppress(FileNotFoundError):  # another run has removed it
+        os.rename(path, gone)
     sync_folder(path.parent)
     shutil.rmtree(gone, ignore_errors=True)  # the save of another run may be at it as well
 
@@ -297,7 +311,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def _what_it_is(path: Path) -> str:
-    names = {each.name for each in path.iterdir()}
+    names = set(os.listdir(path)) if path.is_dir() else set()
     if names & {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}:
         return (
             "it holds an export of weights, without optimizer state and counters. Load weights with "

@@ -211,19 +211,20 @@ class SaveJob:
 
     def _retain(self, exchange: Exchange) -> None:
         """Remove checkpoints that need not stay, if the one just saved can be read back."""
-        options = self.options
-        if options.keep_last is None:
+        if self.options.keep_last is None:
             return
-        candidates: list[str] = []
-        if self.rank == 0:
-            found = find_checkpoints(options.folder)
-            candidates = [each.tag for each in removable(found, options.keep_last, options.keep, options.tag)]
-            del candidates[_MOST_REMOVED:]
         outcome = "older ones were not removed"
-        (candidates, *_) = self._later(exchange, outcome, lambda: candidates)
+        (candidates, *_) = self._later(exchange, outcome, self._candidates)
         if candidates:
             self._later(exchange, outcome, self._read_back)
             self._later(exchange, outcome, lambda: self._remove(candidates))
+
+    def _candidates(self) -> list[str]:
+        options = self.options
+        if self.rank or options.keep_last is None:
+            return []
+        found = find_checkpoints(options.folder)
+        return [each.tag for each in removable(found, options.keep_last, options.keep, options.tag)][:_MOST_REMOVED]
 
     def _later(self, exchange: Exchange, outcome: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of what follows the commit; ``outcome`` is what a failure leaves undone."""
