@@ -97,13 +97,14 @@ class Rank:
         train(self.net, self.optimizer, self.mesh, range(number, number + 1))
         self.scheduler.step()
 
-    def attempt(self, folder: Path, tag: str | None = None, **options: Any) -> str:
+    def attempt(self, folder: Path, tag: str | None = None, *, moves: bool = True, **options: Any) -> str:
         """Load; return the refusal, else nothing. After a refusal everything must be as it was.
 
-        An update comes first: what holds the checkpoint's own values would not show that some of them were written.
+        An update comes first (``moves``): what holds the checkpoint's own values would not show that some were written.
         """
-        self.step(self._num_attempts)
-        self._num_attempts += 1
+        if moves:
+            self.step(self._num_attempts)
+            self._num_attempts += 1
         before = self.digest()
         said = ""
         try:

@@ -147,9 +147,11 @@ def _values(scalars: Mapping[str, Mapping[str, object]], matched: Match, slot: S
 
 
 def _dtype_here(fragments: BucketFragments, dtype: str, matched: Match, items: Mapping[str, Stored]) -> torch.dtype:
-    """Return the dtype of a state here: that of the master if it was that of the master, else its own."""
+    """Return the dtype of a state here: that of the master if it was that, or is wider; else its own."""
     masters = {matched.params[name].dtype for name in items}
-    return fragments.bucket.params.master.dtype if masters == {dtype} else DTYPES[dtype]
+    here, saved = fragments.bucket.params.master.dtype, DTYPES[dtype]
+    wider = saved.is_floating_point and saved.itemsize > here.itemsize  # which torch's kernels do not take
+    return here if masters == {dtype} or wider else saved
 
 
 def _fill_states(
