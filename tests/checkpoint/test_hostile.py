@@ -2,9 +2,11 @@
 
 import json
 import math
+import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -12,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
+from shardwise.checkpoint import blocks
 from shardwise.checkpoint.blocks import BlockReader
+from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.manifest import DTYPES
 from shardwise.checkpoint.names import MANIFEST, rank_file
+from shardwise.checkpoint.source import TensorSource
 from shardwise.comm.base import Comm
 from shardwise.comm.fake import LocalComm
 from shardwise.testing.ranks import run_processes, run_ranks
@@ -125,6 +131,26 @@ def test_a_long_range_is_not_planned_ahead(tmp_path: Path) -> None:
         tracemalloc.stop()
         reader.close()
         os.close(opened)
+
+
+def test_reading_many_files_takes_the_memory_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(8, lambda mesh: Rank(mesh, 3, own_generators=False).save(tmp_path, "good"), timeout=60)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)  # so that there are several
+    manifest = read_manifest(tmp_path / "good")
+    made, mapped, before = 0, mmap.mmap, threading.active_count()
+
+    def count(*args: Any) -> mmap.mmap:
+        nonlocal made
+        made += 1
+        return mapped(*args)
+
+    monkeypatch.setattr(mmap, "mmap", count)
+    with TensorSource(tmp_path / "good", manifest) as source:
+        for item in manifest.stored:
+            source.read(item, 0, torch.zeros(item.numel, dtype=DTYPES[item.dtype]))
+        assert made == 3
+        assert threading.active_count() <= before + 2
+    assert threading.active_count() <= before
 
 
 def retyped(files: Files, kind: str, name: str, state: str, dtype: str) -> Files:

@@ -12,14 +12,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_BYTES", "BlockReader", "BlockWriter", "Held", "as_bytes"]
+__all__ = ["BLOCK_BYTES", "BlockReader", "BlockWriter", "Held", "ReadBlocks", "as_bytes"]
 
 BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 3
@@ -131,23 +131,51 @@ class BlockWriter:
         os.fsync(self._file)
 
 
+class ReadBlocks:
+    """Memory and threads for reading, made when they are needed; readers may share them, one after the other."""
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def blocks(self) -> list[mmap.mmap]:
+        """Some blocks of ``BLOCK_BYTES``."""
+        if not self._blocks:
+            self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
+        return self._blocks
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """One thread for each block but the one that is being used."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_BLOCKS - 1)
+        return self._threads
+
+    def close(self) -> None:
+        """Let the threads end."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+
+
 class BlockReader:
-    """Reads ranges of one file, some blocks ahead and several at once, with buffers that live as long as it does.
+    """Reads ranges of one file, some blocks ahead and several at once.
 
     Args:
         file: descriptor, open for reading; stays the caller's.
+        shared: with the readers of other files, and closed by their owner; None: of this reader alone.
     """
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, shared: ReadBlocks | None = None) -> None:
         self._file = file
-        self._blocks: list[mmap.mmap] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._is_owner = shared is None
+        self._shared = shared or ReadBlocks()
 
     def close(self) -> None:
-        """Let the thread end."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._thread = None
+        """Let the threads end, unless they are shared."""
+        if self._is_owner:
+            self._shared.close()
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield ranges ``(offset, num_bytes)``, in parts: number of the range, and its next bytes as flat uint8.
@@ -166,26 +194,27 @@ class BlockReader:
         first = list(itertools.islice(parts, 2))
         if not first:
             return
-        if not self._blocks:
-            self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(_NUM_BLOCKS)]
         if len(first) == 1:
             yield first[0][0], self._fetch(0, *first[0][1:])
             return
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(_NUM_BLOCKS - 1)
+        threads = self._shared.threads
         coming: deque[tuple[int, Future[Tensor]]] = deque()
-        for index, (number, offset, length) in enumerate(itertools.chain(first, parts)):
-            coming.append((number, self._thread.submit(self._fetch, index % _NUM_BLOCKS, offset, length)))
-            if len(coming) == _NUM_BLOCKS:
+        try:
+            for index, (number, offset, length) in enumerate(itertools.chain(first, parts)):
+                coming.append((number, threads.submit(self._fetch, index % _NUM_BLOCKS, offset, length)))
+                if len(coming) == _NUM_BLOCKS:
+                    oldest, block = coming.popleft()
+                    yield oldest, block.result()
+            while coming:
                 oldest, block = coming.popleft()
                 yield oldest, block.result()
-        for number, block in coming:
-            yield number, block.result()
+        finally:
+            wait([block for _, block in coming])  # nobody writes into a block that the next reader uses
 
     def _fetch(self, block: int, offset: int, length: int) -> Tensor:
-        view = memoryview(self._blocks[block])[:length]
+        view = memoryview(self._shared.blocks[block])[:length]
         done = 0
         while done < length:
             count = os.preadv(self._file, [view[done:]], offset + done)

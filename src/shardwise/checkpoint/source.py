@@ -7,6 +7,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from shardwise.checkpoint.blocks import ReadBlocks
 from shardwise.checkpoint.manifest import DTYPES, Manifest, Piece, Stored
 from shardwise.checkpoint.tensorfile import TensorFile
 
@@ -22,6 +23,7 @@ class TensorSource:
         self.path = path
         self.manifest = manifest
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
+        self._shared = ReadBlocks()  # a checkpoint may have very many files
 
     def __enter__(self) -> "TensorSource":
         return self
@@ -32,6 +34,7 @@ class TensorSource:
         """Close all files."""
         while self._open:
             self._open.popitem()[1].close()
+        self._shared.close()
 
     def check(self, wanted: Iterable[tuple[Stored, int, int]]) -> None:
         """Check that files and entries of ranges ``(tensor, start, stop)`` are there as the manifest says.
@@ -83,7 +86,7 @@ class TensorSource:
                 self._open.popitem(last=False)[1].close()
             manifest = self.manifest
             self._open[index] = TensorFile(
-                self.path, manifest.file_name(index), manifest.files[index], manifest.save_id
+                self.path, manifest.file_name(index), manifest.files[index], manifest.save_id, shared=self._shared
             )
         self._open.move_to_end(index)
         return self._open[index]

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, Held
+from shardwise.checkpoint.blocks import BLOCK_BYTES, BlockReader, BlockWriter, Held, ReadBlocks
 from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, MAX_DIMS, FileFacts
 from shardwise.checkpoint.names import open_inside
 from shardwise.errors import CheckpointError
@@ -124,15 +124,18 @@ class TensorFile:
         name: of the file.
         facts: from the manifest.
         save_id: of the checkpoint, which the file must repeat.
+        shared: memory and threads for reading; None: of its own.
 
     Raises:
         CheckpointError: the file is missing, of another length, damaged in its header, or of another save.
     """
 
-    def __init__(self, folder: Path, name: str, facts: FileFacts, save_id: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, facts: FileFacts, save_id: str, *, shared: ReadBlocks | None = None
+    ) -> None:
         self.path = folder / name
         self._file = open_inside(folder, name)
-        self._reader = BlockReader(self._file)
+        self._reader = BlockReader(self._file, shared)
         try:
             self.metadata, self._places = self._read_header(facts)
             if self.metadata.get("save_id") != save_id:
