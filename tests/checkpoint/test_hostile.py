@@ -91,6 +91,36 @@ def test_long_lists_and_large_dictionaries_load(alone: Rank, good: Files, tmp_pa
         assert time.monotonic() - begin < 20
 
 
+TEXTS: dict[str, tuple[tuple[Any, ...], Callable[[str], Any]]] = {
+    **{
+        "/".join(map(str, path)): (path, str)
+        for path in (
+            *(("params", 0, "name"), ("params", 0, "dtype"), ("stored", 0, "name"), ("stored", 0, "dtype"), ("time",)),
+            *(("sharding",), ("library", "torch"), ("tag",), ("save_id",), ("format",)),
+            *(("values", "optimizers", 0, "class_name"), ("values", "optimizers", 0, "groups", 0, "options", "lr")),
+        )
+    },
+    "aliases": (("params", 0, "aliases"), lambda text: [text]),
+    "mesh": (("mesh",), lambda text: [[text, 1]]),
+    "object": (("values", "objects", "scheduler"), lambda text: {"$float": text}),
+}
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "fine\nrank 0: fine", "\x9b2J", "\r", "\x7f"])
+@pytest.mark.parametrize(("path", "value"), TEXTS.values(), ids=TEXTS.keys())
+def test_no_text_of_a_checkpoint_drives_a_terminal(
+    path: tuple[Any, ...], value: Callable[[str], Any], text: str, alone: Rank, good: Files, tmp_path: Path
+) -> None:
+    fields = unseal(good[MANIFEST])
+    place = fields
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value(text)
+    said = attempt(alone, tmp_path, {**good, MANIFEST: seal(fields)}, moves=False)
+    assert said
+    assert said.isprintable()
+
+
 def test_entries_that_share_bytes(alone: Rank, good: Files, tmp_path: Path) -> None:
     header, _ = header_of(good[FIRST])
     header["optim.0.more.cube"] = header["optim.0.exp_avg.cube"]

@@ -65,7 +65,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 Kind = Literal["param", "compute", "optim", "buffer", "rng"]
 Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Name = Annotated[str, Field(max_length=4096)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # names go to terminals
+Name = Text
 Dims = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
 Box = tuple[Dims, Dims]  # offset and size, one number per dimension each
 WHOLE_COPIES = ("buffer", "rng")  # kinds of which ranks may hold unlike values
@@ -99,7 +100,7 @@ class Stored(_Strict):
     state: Name = ""
     optimizer: Count = 0
     shape: Dims
-    dtype: str
+    dtype: Text
     pieces: tuple[Piece, ...]
 
     @property
@@ -154,7 +155,7 @@ class Param(_Strict):
 
     name: Name
     shape: Dims
-    dtype: str
+    dtype: Text
     aliases: tuple[Name, ...] = ()
     trainable: bool = True
 
@@ -169,9 +170,9 @@ class Group(_Strict):
 class OptimizerFacts(_Strict):
     """An optimizer: the name of its class, its groups, and by parameter what state is one value."""
 
-    class_name: str
+    class_name: Text
     groups: tuple[Group, ...]
-    scalars: dict[str, dict[str, Any]]
+    scalars: dict[Name, dict[Name, Any]]
 
 
 class Values(_Strict):
@@ -190,9 +191,9 @@ class Values(_Strict):
     num_steps: Count
     loss_scale: dict[str, float] | None
     optimizers: tuple[OptimizerFacts, ...]
-    extra_state: dict[str, Any]
-    objects: dict[str, Any]
-    generators: dict[str, Any]
+    extra_state: dict[Name, Any]
+    objects: dict[Name, Any]
+    generators: dict[Name, Any]
     user: Any = None
 
 
@@ -224,10 +225,10 @@ class Manifest(_Strict):
     save_id: Hash
     tag: str
     step: Count
-    time: str
-    library: dict[str, str]
-    mesh: tuple[tuple[str, Count], ...]
-    sharding: str
+    time: Text
+    library: dict[Text, Text]
+    mesh: tuple[tuple[Text, Count], ...]
+    sharding: Text
     params: tuple[Param, ...]
     stored: tuple[Stored, ...]
     files: Annotated[tuple[FileFacts, ...], Field(min_length=1, max_length=_MAX_RANKS)]

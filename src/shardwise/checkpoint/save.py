@@ -285,11 +285,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line, with its class unless it is ours."""
+    """Return an error in one line, with its class unless it is ours; nothing in it can drive a terminal."""
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _entry(part: Part) -> Entry:
