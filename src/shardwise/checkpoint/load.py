@@ -228,6 +228,8 @@ class _States:
     def __init__(self, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:
         modules = dict(managed.model.named_modules())
         self._objects = [(item, from_plain(values.objects[name])) for name, item in objects.items()]
+        for item, state in self._objects:
+            _check_shadows(item, state)
         self._modules = [
             (modules[name], from_plain(state)) for name, state in values.extra_state.items() if name in modules
         ]
@@ -255,6 +257,14 @@ class _States:
             item.load_state_dict(state)
         for (module, _), state in zip(self._modules, self._old_modules, strict=True):
             module.set_extra_state(state)
+
+
+def _check_shadows(item: Stateful, state: Any) -> None:
+    """Check that a scheduler keeps its methods: torch's take every name of a state for an attribute of theirs."""
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler) and isinstance(state, dict):
+        lost = [key for key in state if key == "optimizer" or callable(getattr(type(item), str(key), None))]
+        if lost:
+            raise CheckpointError(f"the state of a {type(item).__name__} would replace its {lost}")
 
 
 def _load_objects(check: _Together, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:
