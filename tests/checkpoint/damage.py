@@ -337,6 +337,7 @@ def main(folder: Path, megabytes: int, seed: int, count: int) -> None:
         is_on = False
         told.append(said)
         assert "MemoryError" not in said, (what, said)
+        assert said or rank.attempt(folder, "good", moves=False) == ""
     assert rank.attempt(folder, "good") == ""
     print(json.dumps({"touched": sorted(touched), "refused": sum(bool(each) for each in told)}))
 
