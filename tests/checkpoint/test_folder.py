@@ -1,6 +1,7 @@
 """The folder of checkpoints: things that are no files, names that lead elsewhere, leftovers, saves cut off anywhere."""
 
 import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -195,6 +196,7 @@ def saved_by(pid: int, start: str | None, host: str | None = None) -> str:
         *("", "[" * 4000, "{}", "[]", "3", "null", "x" * 10_000, '{"host": 1, "pid": 1, "start": 1}'),
         *(saved_by(1, "x").replace(": 1,", f": {pid},") for pid in ("1e400", "-1", "[]", '"../self"', "0.5", "NaN")),
     ],
+    ids=lambda owner: hashlib.sha256(owner.replace(str(os.getpid()), "own").encode()).hexdigest()[:8],
 )
 def test_a_leftover_of_nobody_is_cleared_whatever_it_says(owner: str, tmp_path: Path) -> None:
     leftover = tmp_path / ".tmp-one-x"
