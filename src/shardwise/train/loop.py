@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from shardwise.access import full_parameters, full_state_dict, measured_bytes
 from shardwise.api import plan, unsharded
+from shardwise.checkpoint.calls import wait_for_save
 from shardwise.comm.base import Mesh, flat_rank
 from shardwise.comm.process_group import mesh_from
 from shardwise.config.resolve import Resolved
@@ -32,7 +33,7 @@ from shardwise.start import OPTIMIZERS, initialize, precision_of
 from shardwise.train.measure import parameter_digest, peak_rss_bytes
 from shardwise.train.model import Blueprint, blueprint
 from shardwise.train.output import METRICS, SUMMARY, keep_metrics, write_json, write_weights
-from shardwise.train.progress import Progress, finish_saving, resume_run, save_run
+from shardwise.train.progress import Progress, resume_run, save_run
 from shardwise.train.report import Evaluated, Finished, Message, Resumed, Sampled, Started, StepDone, as_json
 from shardwise.train.sample import sample_text
 from shardwise.train.settings import engine_settings
@@ -264,7 +265,7 @@ class _Run:
             progress.seconds = clock.seconds()
             if options.checkpoint_every and (is_last or step % options.checkpoint_every == 0):
                 self._save()
-        finish_saving(self._engine)
+        wait_for_save(self._engine.module)
         progress.seconds = clock.seconds()
         digest = parameter_digest(full_parameters(self._engine.module))
         finished = Finished(

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.calls import load_checkpoint, wait_for_save
+from shardwise.checkpoint.calls import load_checkpoint
 from shardwise.checkpoint.folder import find_checkpoints, folder_of_run, newest_whole, read_latest, read_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.names import LATEST
@@ -12,7 +12,7 @@ from shardwise.engine import Engine
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.output import CHECKPOINTS
 
-__all__ = ["Progress", "find_resume", "finish_saving", "resume_run", "save_run"]
+__all__ = ["Progress", "find_resume", "resume_run", "save_run"]
 
 
 @dataclass(kw_only=True)
@@ -99,11 +99,6 @@ def resume_run(engine: Engine, path: Path, *, weights_only: bool) -> tuple[Progr
         return Progress(), read_manifest(path)
     _, state = engine.load_checkpoint(path.parent, tag=path.name)
     return _progress(state, engine.global_steps), read_manifest(path)
-
-
-def finish_saving(engine: Engine) -> None:
-    """Wait for a checkpoint that is being written. Collective."""
-    wait_for_save(engine.module)
 
 
 def _progress(state: Any, num_steps: int) -> Progress:

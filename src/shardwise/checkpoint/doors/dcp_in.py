@@ -1,11 +1,9 @@
 """A checkpoint of torch.distributed.checkpoint to ours: FSDP2's, torchtitan's, or one that we exported."""
 
-import contextlib
 import io
 import math
 import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,10 @@ from shardwise.checkpoint.doors.dcp_metadata import DcpFacts, DcpTensor, Place, 
 from shardwise.checkpoint.doors.dcp_names import NOTE, Note
 from shardwise.checkpoint.doors.dcp_optimizer import ReadOptimizer
 from shardwise.checkpoint.doors.incoming import Incoming, check_dense, extra_state_module, plain_or_refuse, shown
-from shardwise.checkpoint.doors.scratch import scratch_tensor
+from shardwise.checkpoint.doors.scratch import scratch_tensor, staging_folder
 from shardwise.checkpoint.doors.torchfile import check_zip, load_values
-from shardwise.checkpoint.folder import make_temporary
 from shardwise.checkpoint.names import open_inside
 from shardwise.checkpoint.plain import Plain
-from shardwise.checkpoint.save import new_save_id
 from shardwise.errors import CheckpointError
 
 __all__ = ["import_dcp"]
@@ -62,7 +58,7 @@ def import_dcp(
         CheckpointError: it is damaged, leads outside, wants something to run, or holds what a checkpoint does not.
     """
     facts = read_dcp_metadata(source)
-    with _staging(folder) as staging:
+    with staging_folder(folder) as staging:
         items = _Items(source, facts, staging, verify)
         note = Note.parse(items.value(NOTE), str(source)) if NOTE in facts.values else None
         incoming = Incoming(
@@ -209,16 +205,3 @@ class _Items:
             return os.fstat(opened).st_size
         finally:
             os.close(opened)
-
-
-@contextlib.contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """Give a private directory in the folder, on whose disk the checkpoint will be."""
-    try:
-        path = make_temporary(folder, "import", new_save_id())
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}") from None
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

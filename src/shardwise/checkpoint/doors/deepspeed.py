@@ -4,10 +4,8 @@
 ``deepspeed_other.py`` where parameters lie in them, ``deepspeed_values.py`` what is beside tensors.
 """
 
-import contextlib
 import math
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,9 @@ from shardwise.checkpoint.doors.deepspeed_values import (
     warn,
 )
 from shardwise.checkpoint.doors.incoming import Incoming, check_dense, extra_state_module, plain_or_refuse
-from shardwise.checkpoint.doors.scratch import scratch_tensor
-from shardwise.checkpoint.folder import make_temporary
+from shardwise.checkpoint.doors.scratch import scratch_tensor, staging_folder
 from shardwise.checkpoint.manifest import Stored
 from shardwise.checkpoint.plain import Plain
-from shardwise.checkpoint.save import new_save_id
 from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -78,7 +74,7 @@ def _import(path: Path, folder: Path, tag: str, optimizer: str | None, verify: b
         held = read_shards(files) if files.optim else read_unsharded(files, model.weights)
     if held.problem:
         warn(path, f"the state of the optimizer is left out: {held.problem}")
-    with _staging(folder) as staging:
+    with staging_folder(folder) as staging:
         incoming = Incoming(path, buffers=model.buffers.keys(), frozen=_frozen(model, held))
         incoming.extra_state.update(model.extra_state)
         for name in dict.fromkeys((*model.weights, *held.params)):
@@ -226,16 +222,3 @@ def _whole(pieces: Sequence[Tensor], shape: tuple[int, ...], staging: Path) -> T
         flat[position : position + piece.numel()] = piece
         position += piece.numel()
     return out
-
-
-@contextlib.contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """Give a private directory in the folder, on whose disk the checkpoint will be."""
-    try:
-        path = make_temporary(folder, "import", new_save_id())
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}") from None
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

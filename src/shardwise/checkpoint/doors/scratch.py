@@ -1,13 +1,20 @@
 """Large tensors in files without a name, so that a conversion needs disk where it would need memory."""
 
+import contextlib
 import math
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["scratch_tensor"]
+from shardwise.checkpoint.folder import make_temporary
+from shardwise.checkpoint.save import new_save_id
+from shardwise.errors import CheckpointError
+
+__all__ = ["scratch_tensor", "staging_folder"]
 
 _IN_MEMORY_BYTES = 1 << 20
 
@@ -31,3 +38,20 @@ def scratch_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> 
     finally:
         path.unlink()
         os.close(file)
+
+
+@contextlib.contextmanager
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """Give a private directory in the folder, on whose disk the checkpoint will be.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        path = make_temporary(folder, "import", new_save_id())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}") from None
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
