@@ -29,7 +29,7 @@ ONLY_RANK_0 = {
     "save.before_latest",
     "save.after_latest",
 }
-FAST = [("save.after_first_file", 1), ("save.before_rename", 0), ("load.after_place", 1)]
+FAST = [("save.after_first_file", 1), ("load.after_place", 1)]
 ALL = [(point, rank) for point in sorted(POINTS) for rank in (0, 1) if rank == 0 or point not in ONLY_RANK_0]
 BOUND = {"SHARDWISE_ROLL_CALL_SECONDS": "4"}
 

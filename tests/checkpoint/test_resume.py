@@ -6,7 +6,7 @@ import pytest
 
 from .resume_case import start
 
-CASES = [("fp32", 3, 0), ("fp16", 2, 2), ("bf16", 1, 3)]
+CASES = [("bf16", 3, 0), ("fp16", 1, 2)]
 ALL = [(kind, a, b) for kind in ("fp32", "fp16", "bf16") for a in range(4) for b in range(4)]
 
 
