@@ -16,6 +16,7 @@ import pytest
 
 import shardwise
 from shardwise.checkpoint.folder import read_latest
+from shardwise.checkpoint.manifest import MAX_MANIFEST_BYTES
 from shardwise.checkpoint.names import LATEST, MANIFEST, open_inside, rank_file
 from shardwise.comm.base import Comm, flat_rank
 from shardwise.comm.fake import LocalComm
@@ -248,8 +249,8 @@ def test_saves_do_not_follow_links(alone: Rank, saved: Saved, tmp_path: Path) ->
 
 def test_manifest_over_its_cap(alone: Rank, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path / "good", saved.good)
-    os.truncate(tmp_path / "good" / MANIFEST, (1 << 30) + 1)  # a hole: nothing is written, nothing may be read
-    assert "more than the 1073741824" in alone.attempt(tmp_path, "good")
+    os.truncate(tmp_path / "good" / MANIFEST, MAX_MANIFEST_BYTES + 1)  # a hole: nothing is written, nothing may be read
+    assert f"more than the {MAX_MANIFEST_BYTES}" in alone.attempt(tmp_path, "good")
 
 
 TEXTS = {

@@ -19,6 +19,8 @@ import pytest
 
 import shardwise
 from shardwise.checkpoint import folder as folder_module
+from shardwise.checkpoint import manifest as manifest_module
+from shardwise.checkpoint import save as save_module
 from shardwise.checkpoint.folder import clear_leftovers, commit, make_temporary, read_latest, write_latest
 from shardwise.checkpoint.names import MANIFEST, read_small
 from shardwise.checkpoint.verify import verify_files
@@ -437,3 +439,62 @@ def test_a_process_killed_at_any_time_leaves_whole_checkpoints_only(tmp_path: Pa
 @pytest.mark.matrix
 def test_a_process_killed_at_very_many_times_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     die_often(tmp_path, 300)
+
+
+def chmod_folder(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def chmod_file(folder: Path) -> None:
+    (folder / "one" / "rank-00001.safetensors").chmod(0o666)
+
+
+@pytest.mark.parametrize(("change", "place"), [(chmod_folder, "saved may"), (chmod_file, "rank-00001.safetensors may")])
+def test_what_anyone_may_write_is_a_warning_or_an_error(
+    change: Callable[[Path], None], place: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    assert f"{place} be written by anyone" in refused(folder, lambda: change(folder), strict_owner=True)
+    net, _ = build({"data": LocalComm()}, 1)
+    with pytest.warns(UserWarning, match="may be written by anyone"):
+        shardwise.load_checkpoint(net, folder)
+
+
+@pytest.mark.needs_root
+def test_what_belongs_to_another_user_is_a_warning_or_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    net, _ = build({"data": LocalComm()}, 1)
+    shardwise.save_checkpoint(net, folder, tag="one")
+    os.chown(folder / "one" / "manifest.json", 12345, -1)
+    with pytest.raises(CheckpointError, match=r"manifest.json belongs to user 12345"):
+        shardwise.load_checkpoint(net, folder, strict_owner=True)
+    with pytest.warns(UserWarning, match="belongs to user 12345"):
+        shardwise.load_checkpoint(net, folder)
+
+
+def test_a_sticky_folder_is_no_reason_to_warn(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    net, _ = build({"data": LocalComm()}, 1)
+    shardwise.save_checkpoint(net, tmp_path, tag="one")
+    shardwise.load_checkpoint(net, tmp_path, strict_owner=True)
+
+
+def test_a_manifest_too_large_to_be_read_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, _ = build({"data": LocalComm()}, 1)
+    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="bytes, more than the 1,000 it may"):
+        shardwise.save_checkpoint(net, tmp_path, tag="one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_is_private_until_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def watching(temporary: Path, target: Path, *, overwrite: bool) -> None:
+        seen.extend(stat.S_IMODE(path.stat().st_mode) for path in (temporary, *sorted(temporary.iterdir())))
+        commit(temporary, target, overwrite=overwrite)
+
+    monkeypatch.setattr(save_module, "commit", watching)
+    net, _ = build({"data": LocalComm()}, 1)
+    shardwise.save_checkpoint(net, tmp_path, tag="one")
+    assert seen == [0o700, 0o600, 0o600, 0o600]  # the directory, its owner, the manifest, the tensors

@@ -141,6 +141,7 @@ def load_checkpoint(
     optimizer_state: bool = True,
     rng: bool = True,
     verify: bool = True,
+    strict_owner: bool = False,
 ) -> Loaded:
     """Load a checkpoint into a sharded model, whatever stage and number of ranks saved it.
 
@@ -156,6 +157,8 @@ def load_checkpoint(
         optimizer_state: load the optimizers' states and options.
         rng: set the random generators of this process as its rank had them.
         verify: check the hash of every tensor; each is read once across the ranks.
+        strict_owner: refuse what another user owns or anyone may write; otherwise that is a warning. A hash does not
+            protect from somebody who can change the manifest, too.
 
     Returns:
         What was taken over.
@@ -172,7 +175,13 @@ def load_checkpoint(
         raise StateError("load_checkpoint: inside unsharded(): leave it first")
     if managed.pending_save is not None:
         managed.pending_save.wait()
-    options = LoadOptions(strict=strict, weights_only=weights_only, optimizer_state=optimizer_state, rng=rng)
+    options = LoadOptions(
+        strict=strict,
+        weights_only=weights_only,
+        optimizer_state=optimizer_state,
+        rng=rng,
+        strict_owner=strict_owner,
+    )
     return load(managed, Path(folder).expanduser(), tag, objects or {}, options, verify=verify)
 
 

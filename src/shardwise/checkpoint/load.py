@@ -16,6 +16,7 @@ from shardwise.checkpoint.generators import generator_states, prepare_generators
 from shardwise.checkpoint.manifest import DTYPES, Manifest, Values
 from shardwise.checkpoint.match import LoadOptions, Match, match
 from shardwise.checkpoint.names import check_tag
+from shardwise.checkpoint.owners import foreign
 from shardwise.checkpoint.place import place_buffers, place_optimizer, place_params, wanted_ranges
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.save import describe
@@ -88,6 +89,7 @@ def load(
     rank, num_ranks = council.rank, council.size
     path, manifest = _open(managed, folder, tag)
     check = _Together(managed, f"{path} was not loaded, the model is as it was")
+    doubt = check.do("owners", lambda: _check_owners(path, manifest, options))
     matched, user = check.do(
         "match", lambda: (match(managed, manifest, objects, options), from_plain(manifest.values.user))
     )
@@ -110,6 +112,8 @@ def load(
     _Together(managed, f"{path} was loaded, but not on all ranks: build the model anew").do(
         "end", lambda: fault_point("load.after_place", rank)
     )
+    if doubt and not rank:
+        warnings.warn(f"load_checkpoint: {doubt}", stacklevel=3)
     _tell(matched, options, rank)
     return Loaded(
         path=path,
@@ -179,6 +183,13 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
         listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, _) in enumerate(answers))
         raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
     return folder / found, manifest
+
+
+def _check_owners(path: Path, manifest: Manifest, options: LoadOptions) -> str:
+    doubt = foreign(path, manifest)
+    if doubt and options.strict_owner:
+        raise CheckpointError(f"others could have changed it: {doubt}")
+    return doubt
 
 
 def _check_files(managed: Managed, matched: Match, source: TensorSource, options: LoadOptions) -> None:

@@ -3,7 +3,6 @@
 docs/checkpoint-format.md describes the file for whoever writes a reader of their own.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 28  # reading takes about twenty times as much memory
 _MAX_RANKS = 100_000
 _MAX_GENERATOR_BYTES = 1 << 20
 MAX_DIMS = 32
@@ -74,6 +73,13 @@ WHOLE_COPIES = ("buffer", "rng")  # kinds of which ranks may hold unlike values
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Version(BaseModel):
+    """All that is read of a manifest before its version is known."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    version: Count
 
 
 class Piece(_Strict):
@@ -264,6 +270,8 @@ class Manifest(_Strict):
         Raises:
             CheckpointError: it is damaged, of another format, or contradicts itself.
         """
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{where}: has {len(raw):,} bytes, more than the {MAX_MANIFEST_BYTES:,} it may")
         first, _, rest = raw.partition(b"\n")
         body, _, last = rest.rpartition(b"\n}")
         if not first.startswith(b'{"hash":"') or last.strip():
@@ -271,11 +279,10 @@ class Manifest(_Strict):
         if first != f'{{"hash":"{xxhash.xxh3_128_hexdigest(body)}","manifest":'.encode():
             raise CheckpointError(f"{where}: is damaged: its hash does not fit its text")
         try:
-            fields = json.loads(body)
-            if isinstance(fields, dict) and fields.get("version") != FORMAT_VERSION:
+            version = _Version.model_validate_json(body).version
+            if version != FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{where}: is of version {fields.get('version')!r} of the format, this library reads "
-                    f"{FORMAT_VERSION}"
+                    f"{where}: is of version {version!r} of the format, this library reads {FORMAT_VERSION}"
                 )
             manifest = Manifest.model_validate_json(body)
         except (ValidationError, ValueError, RecursionError) as error:

@@ -37,6 +37,7 @@ class LoadOptions:
     weights_only: bool = False
     optimizer_state: bool = True
     rng: bool = True
+    strict_owner: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from shardwise.checkpoint.doors.outgoing import find_checkpoint
 from shardwise.checkpoint.doors.torchfile import export_torch, import_torch
 from shardwise.checkpoint.folder import Found, find_checkpoints, folder_of_run, read_latest
 from shardwise.checkpoint.names import MANIFEST
+from shardwise.checkpoint.owners import foreign
 from shardwise.checkpoint.verify import verify_files
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -94,6 +95,8 @@ def verify_checkpoint(path: CheckpointPath, tag: Tag = None) -> None:
         f"{found}: whole: {len(manifest.stored)} tensors in {manifest.num_ranks} "
         f"file{'s' if manifest.num_ranks > 1 else ''}, {num_bytes:,} bytes read in {seconds:.2f} s"
     )
+    if doubt := foreign(found, manifest):
+        typer.echo(f"others could have changed it: {doubt}")
 
 
 @checkpoint_app.command()
