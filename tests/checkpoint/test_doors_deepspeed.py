@@ -77,7 +77,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_next_step_is_that_of_deepspeed(
     saved: Path, tmp_path: Path, variant: str, tag: str | None, num_ranks: int
 ) -> None:
-    """Masters are the same to the bit; the next masters to 1e-6 in fp32. In 16 bits, gradients are rounded."""
+    """Masters are the same to the bit; the next masters to 1e-6.
+
+    On another number of ranks, 16-bit gradients are of other shares of the batch, and are rounded otherwise.
+    """
     stage, dtype, *_ = variant.split("-")
     told = torch.load(saved / f"{variant}.pt", weights_only=True)
     path = import_deepspeed(saved / variant, tmp_path, tag)
@@ -111,7 +114,7 @@ def test_next_step_is_that_of_deepspeed(
         assert not torch.equal(told["next"][name], expected)
         largest = max(largest, (after[name] - told["next"][name]).abs().max().item())
     print(f"{variant} at {num_ranks} ranks: {largest:.2e}")
-    assert largest <= (1e-6 if dtype == "fp32" else 1e-4)
+    assert largest <= (1e-6 if dtype == "fp32" or num_ranks == NUM_RANKS else 1e-4)
     assert lr == pytest.approx(told["lr"], rel=1e-12)
 
 
