@@ -87,6 +87,8 @@ def save_checkpoint(
         fault_point("save.begin", rank)
         if managed.pending_save is not None:
             raise StateError(f"a save to {managed.pending_save.path} goes on: wait() for it first")
+        if any(unit.pins for unit in managed.runtime.units):
+            raise StateError("save_checkpoint: inside unsharded(): leave it first")
         options = _options(folder, tag, number, overwrite, set_latest, keep_last, keep)
         contents = collect_contents(managed, objects or {}, user_state)
         if exclude_frozen:
@@ -99,6 +101,7 @@ def save_checkpoint(
     if options is not None and contents is not None:
         job = _job(managed, options, contents, facts["save_id"])
         facts |= {"options": repr(options), "bytes": job.num_bytes, "free": free_bytes(options.folder)}
+        facts["buffers"] = _buffer_codes(contents)
     answers = [json.loads(text) for text in managed.council.round("save_checkpoint", json.dumps(facts))]
     said = [answer["problem"] for answer in answers]
     if any(said):
@@ -111,7 +114,7 @@ def save_checkpoint(
     assert job is not None
     assert options is not None
     _check_alike(answers, options)
-    job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(managed, job.contents))
+    job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(answers, rank, job.contents))
     if background:
         return PendingSave(managed, job).path
     return job.run(lambda what, text: _exchange(managed, what, text))
@@ -247,17 +250,14 @@ def _check_alike(answers: list[dict[str, Any]], options: SaveOptions) -> None:
             raise CheckpointError(f"{taken}: exists already: choose another tag, or pass overwrite=True")
 
 
-def _without_copies(managed: Managed, contents: Contents) -> Contents:
+def _buffer_codes(contents: Contents) -> dict[str, int]:
+    return {part.stored.name: fingerprint(part.flat) for part in contents.parts if part.stored.kind == "buffer"}
+
+
+def _without_copies(answers: list[dict[str, Any]], rank: int, contents: Contents) -> Contents:
     """Leave out buffers that are rank 0's."""
-    buffers = [part for part in contents.parts if part.stored.kind == "buffer"]
-    if not buffers:
-        return contents
-    codes = torch.tensor([fingerprint(part.flat) for part in buffers], dtype=torch.int64)
-    rows = managed.settler.agreement.words(codes, "buffers").cpu()
-    own = managed.council.rank
-    repeated = {part.stored.name for part, column in zip(buffers, rows.T, strict=True) if column[own] == column[0]}
-    if own == 0 or not repeated:
-        return contents
+    own, first = answers[rank]["buffers"], answers[0]["buffers"]
+    repeated = {name for name, code in own.items() if rank and first.get(name) == code}
     kept = tuple(p for p in contents.parts if p.stored.kind != "buffer" or p.stored.name not in repeated)
     return replace(contents, parts=kept)
 

@@ -32,6 +32,7 @@ __all__ = [
     "all_buckets",
     "collect_contents",
     "links_of",
+    "modules_with_state",
     "persistent_buffers",
     "real_view",
 ]
@@ -85,7 +86,13 @@ class Contents:
         """Return the contents without parameters that do not train."""
         frozen = {param.name for param in self.params if not param.trainable}
         parts = [p for p in self.parts if p.stored.kind in ("buffer", "rng") or p.stored.name not in frozen]
-        return replace(self, params=tuple(p for p in self.params if p.trainable), parts=tuple(parts))
+        optimizers = [
+            facts.model_copy(update={"scalars": {k: v for k, v in facts.scalars.items() if k not in frozen}})
+            for facts in self.values.optimizers
+        ]
+        values = self.values.model_copy(update={"optimizers": tuple(optimizers)})
+        trainable = tuple(p for p in self.params if p.trainable)
+        return replace(self, params=trainable, parts=tuple(parts), values=values)
 
 
 def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: Any = None) -> Contents:
@@ -106,7 +113,10 @@ def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: An
         for fragments in link.fragments():
             parts += _state_parts(number, link, fragments, scalars)
         groups = tuple(_groups(number, link, managed))
-        optimizers.append(OptimizerFacts(class_name=optimizer_class(link), groups=groups, scalars=scalars))
+        facts = OptimizerFacts(
+            class_name=optimizer_class(link), groups=groups, scalars=scalars, other=_other_state(number, link)
+        )
+        optimizers.append(facts)
     parts += [
         _whole("buffer", name, real_view(buffer, name)) for name, buffer in persistent_buffers(managed.model).items()
     ]
@@ -117,8 +127,11 @@ def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: An
         num_steps=managed.runtime.num_steps,
         loss_scale=None if scaler is None else scaler.state(),
         optimizers=tuple(optimizers),
-        extra_state={name: to_plain(value, f"extra state of {name}") for name, value in _extra_state(managed.model)},
-        objects={name: to_plain(item.state_dict(), f"state of {name}") for name, item in objects.items()},
+        extra_state={
+            name: to_plain(module.get_extra_state(), f"extra state of {name}")
+            for name, module in modules_with_state(managed.model).items()
+        },
+        objects={name: _object_state(name, item) for name, item in objects.items()},
         generators=generator_values,
         user=to_plain(user, "user_state"),
     )
@@ -219,6 +232,17 @@ def _state_parts(
                 yield Part(stored=stored, start=piece.param_start + first - piece.flat_start, flat=flat)
 
 
+def _other_state(number: int, link: OptimizerLink) -> dict[str, Plain]:
+    """Return what an optimizer keeps under keys that are no parameters."""
+    state: dict[Any, Any] = link.optimizer.state  # torch's says that keys are tensors, and lets them be anything
+    found = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    where = f"state of optimizer {number}"
+    odd = [key for key in found if type(key) is not str]
+    if odd:
+        raise ConfigError(f"{where} has keys that are neither parameters nor texts: {odd[:5]}")
+    return {key: to_plain(value, f"{where}[{key!r}]") for key, value in found.items()}
+
+
 def _stored(kind: Kind, slot: Slot, dtype: torch.dtype, *, state: str = "", optimizer: int = 0) -> Stored:
     return Stored(
         kind=kind,
@@ -251,7 +275,19 @@ def optimizer_class(link: OptimizerLink) -> str:
     return type(link.optimizer).__name__.removeprefix("Sharded")
 
 
-def _extra_state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield name, module.get_extra_state()
+def _object_state(name: str, item: Stateful) -> Plain:
+    if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
+        raise ConfigError(f"{name} is a {type(item).__name__} without state_dict and load_state_dict")
+    state = item.state_dict()
+    if not isinstance(state, dict):
+        raise ConfigError(f"state_dict() of {name} returned a {type(state).__name__}, not a dictionary")
+    return to_plain(state, f"state of {name}")
+
+
+def modules_with_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that say an extra state, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

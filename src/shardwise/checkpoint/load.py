@@ -1,5 +1,6 @@
 """Loading: everything is checked on all ranks, by name, before the first byte reaches the model."""
 
+import contextlib
 import copy
 import json
 import warnings
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Stateful, links_of
+from shardwise.checkpoint.contents import Stateful, links_of, modules_with_state
 from shardwise.checkpoint.folder import find_checkpoints, read_latest, read_manifest
 from shardwise.checkpoint.generators import generator_states, prepare_generators
 from shardwise.checkpoint.manifest import DTYPES, Manifest, Values
@@ -237,7 +238,7 @@ class _States:
     """States of objects and modules to be given, and what takes them back."""
 
     def __init__(self, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:
-        modules = dict(managed.model.named_modules())
+        modules = modules_with_state(managed.model)
         self._objects = [(item, from_plain(values.objects[name])) for name, item in objects.items()]
         for item, state in self._objects:
             _check_shadows(item, state)
@@ -262,12 +263,14 @@ class _States:
     def take_back(self) -> None:
         """Let them be as they were."""
         for (item, _), (attributes, state) in zip(self._objects, self._old_objects, strict=True):
+            with contextlib.suppress(Exception):  # one that refused a state may refuse any
+                item.load_state_dict(state)
             now = getattr(item, "__dict__", {})
             now.clear()  # a scheduler takes over any name
             now.update(attributes)
-            item.load_state_dict(state)
         for (module, _), state in zip(self._modules, self._old_modules, strict=True):
-            module.set_extra_state(state)
+            with contextlib.suppress(Exception):
+                module.set_extra_state(state)
 
 
 def _check_shadows(item: Stateful, state: Any) -> None:
@@ -276,6 +279,10 @@ def _check_shadows(item: Stateful, state: Any) -> None:
         lost = [key for key in state if key == "optimizer" or callable(getattr(type(item), str(key), None))]
         if lost:
             raise CheckpointError(f"the state of a {type(item).__name__} would replace its {lost}")
+        inner = state.get("_schedulers", ())
+        if isinstance(inner, list | tuple):
+            for each, own in zip(getattr(item, "_schedulers", ()), inner, strict=False):
+                _check_shadows(each, own)
 
 
 def _load_objects(check: _Together, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:

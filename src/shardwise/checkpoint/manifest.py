@@ -174,11 +174,19 @@ class Group(_Strict):
 
 
 class OptimizerFacts(_Strict):
-    """An optimizer: the name of its class, its groups, and by parameter what state is one value."""
+    """An optimizer.
+
+    Attributes:
+        class_name: name of its class.
+        groups: its groups.
+        scalars: by parameter, what state is one value.
+        other: state under keys that are no parameters.
+    """
 
     class_name: Text
     groups: tuple[Group, ...]
     scalars: dict[Name, dict[Name, Any]]
+    other: dict[Name, Any] = {}
 
 
 class Values(_Strict):
@@ -223,7 +231,7 @@ class Manifest(_Strict):
         stored: the tensors.
         files: of rank 0, 1, ...
         values: what all ranks hold beside tensors, as ``plain.py`` writes it.
-        rank_values: where a rank holds other values than rank 0; as many as there are ranks, None where it does not.
+        rank_values: where a rank holds other values than rank 0; as many as there are ranks, empty where it does not.
     """
 
     format: Literal["shardwise"] = "shardwise"

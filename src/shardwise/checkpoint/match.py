@@ -12,6 +12,7 @@ from shardwise.checkpoint.contents import (
     NOT_KEPT,
     Stateful,
     links_of,
+    modules_with_state,
     optimizer_class,
     persistent_buffers,
     real_view,
@@ -99,10 +100,14 @@ def match(managed: Managed, manifest: Manifest, objects: Mapping[str, Stateful],
     if not options.weights_only and options.optimizer_state:
         groups = _optimizers(managed, manifest, names, problems, fresh, dropped)
     if not options.weights_only:
-        saved = manifest.values.objects
-        absent = [name for name in objects if name not in saved]
+        values = manifest.values_of(managed.council.rank)
+        absent = [name for name in objects if name not in values.objects]
         if absent:
             problems.add("the checkpoint has no state of", ", ".join(absent))
+        odd = [name for name, item in objects.items() if not callable(getattr(item, "load_state_dict", None))]
+        if odd:
+            problems.add("without load_state_dict", ", ".join(odd))
+        _extra_state(managed.model, values.extra_state, options, problems)
         scale = manifest.values.loss_scale
         if managed.runtime.scaler is not None and scale is None and options.strict:
             problems.add("the checkpoint has no loss scale", "this model trains in fp16 with one, pass strict=False")
@@ -167,9 +172,13 @@ def _buffers(
             if options.strict:
                 problems.add("missing in the checkpoint", name)
             continue
-        shape = tuple(real_view(buffer, name).shape)
-        if item.shape != shape:
-            problems.add("of another shape", f"{name} {item.shape} for {shape}")
+        seen = real_view(buffer, name)
+        if item.shape != tuple(seen.shape):
+            problems.add("of another shape", f"{name} {item.shape} for {tuple(seen.shape)}")
+        if not _holds(seen.dtype, DTYPES[item.dtype]):
+            problems.add("of another kind", f"{name} {item.dtype} for {seen.dtype}")
+        if reason := _why_not_writable(buffer):
+            problems.add("buffers that cannot be written", f"{name} {reason}")
         found[name] = item
         unexpected[:] = [other for other in unexpected if other != name]
     for name in saved:
@@ -177,6 +186,30 @@ def _buffers(
         if options.strict:
             problems.add("not in the model", name)
     return found
+
+
+def _why_not_writable(buffer: torch.Tensor) -> str:
+    """Say why torch cannot copy into a tensor; "" if it can."""
+    if buffer.is_inference():
+        return "was made in inference mode"
+    repeats = any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return "repeats its elements in memory (expand): register a clone" if repeats else ""
+
+
+def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether values of one dtype may go into a buffer of another one: floating ones are rounded, others fit."""
+    if here.is_floating_point or saved.is_floating_point:
+        return here.is_floating_point and saved.is_floating_point
+    return torch.promote_types(here, saved) == here
+
+
+def _extra_state(model: nn.Module, saved: Mapping[str, Any], options: LoadOptions, problems: _Problems) -> None:
+    here = modules_with_state(model).keys()
+    if options.strict:
+        for name in sorted(here - saved.keys()):
+            problems.add("extra state missing in the checkpoint", name or "the model")
+        for name in sorted(saved.keys() - here):
+            problems.add("extra state not in the model", name or "the model")
 
 
 def _optimizers(
@@ -204,7 +237,9 @@ def _optimizers(
             continue
         result.append(_groups(managed, link, number, facts.groups, names, problems, fresh))
         check_states(link, number, facts, manifest.stored, problems.add)
-        owned = {names.get(managed.name_of(param)) for group in link.groups for param in group if param.requires_grad}
+        held = {slot.param.name for fragments in link.fragments() for slot in fragments.bucket.site.layout.slots}
+        owned = {names.get(managed.name_of(param)) for group in link.groups for param in group}
+        owned &= {names.get(name) for name in held}
         dropped += sorted({*facts.scalars, *_with_state(manifest, number)} - {name for name in owned if name})
     return result
 

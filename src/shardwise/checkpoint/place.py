@@ -5,11 +5,12 @@ the optimizer keeps.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import all_buckets, links_of, persistent_buffers, real_view
+from shardwise.checkpoint.contents import all_buckets, links_of, persistent_buffers
 from shardwise.checkpoint.manifest import DTYPES, Manifest, Stored
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.plain import from_plain
@@ -85,6 +86,8 @@ def place_optimizer(link: OptimizerLink, number: int, matched: Match, source: Te
                     link, fragments, state, chosen, _dtype_here(fragments, dtype, matched, chosen), source, new
                 )
         _adopt_states(link, fragments, new)
+    everything: dict[Any, Any] = link.optimizer.state
+    everything.update({key: from_plain(value) for key, value in facts.other.items()})
     for group, options in zip(link.optimizer.param_groups, matched.groups[number], strict=True):
         for key, value in options.items():
             _set_option(group, key, value)
@@ -101,7 +104,8 @@ def place_buffers(managed: Managed, matched: Match, source: TensorSource, rank: 
                 source.read_copy(item, rank, values)
             else:
                 source.read(item, 0, values)
-            real_view(buffer, name).copy_(values.view(item.shape))
+            whole = values.view(item.shape)
+            buffer.copy_(torch.view_as_complex(whole) if buffer.is_complex() else whole)
 
 
 def _finest(bucket: Bucket) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -22,45 +23,60 @@ _TUPLE, _FLOAT, _PAIRS, _SCALAR, _ESCAPED = "$tuple", "$float", "$pairs", "$scal
 _RESERVED = frozenset({_TUPLE, _FLOAT, _PAIRS, _SCALAR, _ESCAPED})
 _FLOATS = ("nan", "inf", "-inf")
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
+_NUMPY = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"})
 _MAX_DEPTH = 64
 _MOST_ALIKE = 64  # keys of one dictionary with one hash; more take a time that grows with their square
 
 
-def to_plain(value: Any, where: str) -> Plain:
+def to_plain(value: Any, where: str, depth: int = 0) -> Plain:
     """Return a value as JSON holds it.
 
     Args:
         value: to be kept.
         where: what it is, for the message.
+        depth: of what holds it.
 
     Raises:
         ConfigError: it holds something that JSON cannot say, or is nested too deeply; names the place.
     """
-    if where.count("[") > _MAX_DEPTH:
+    if depth > _MAX_DEPTH:
         raise ConfigError(f"{where[:200]}: is nested more than {_MAX_DEPTH} deep, or holds itself")
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int):
         return value
+    if kind is str:
+        return _text(value, where)
     if kind is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0 and not value.is_complex():
         return {_SCALAR: [str(value.dtype).removeprefix("torch."), to_plain(value.item(), where)]}
     if kind is tuple:
-        return {_TUPLE: [to_plain(item, f"{where}[{n}]") for n, item in enumerate(value)]}
+        return {_TUPLE: [to_plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]}
     if kind is list:
-        return [to_plain(item, f"{where}[{n}]") for n, item in enumerate(value)]
+        return [to_plain(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
     if kind in _DICTS:
         if not all(type(key) is str for key in value):
-            pairs = [[to_plain(k, f"{where}[key]"), to_plain(v, f"{where}[{k!r}]")] for k, v in value.items()]
+            inner = depth + 1
+            pairs = [
+                [to_plain(k, f"{where}[key]", inner), to_plain(v, f"{where}[{k!r}]", inner)] for k, v in value.items()
+            ]
             return {_PAIRS: pairs}
-        plain = {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        plain = {_text(key, where): to_plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
         return {_ESCAPED: plain} if len(plain) == 1 and _RESERVED & plain.keys() else plain
-    if hasattr(value, "item") and type(value).__module__ == "numpy" and not getattr(value, "shape", None):
+    if isinstance(value, numpy.generic | numpy.ndarray) and value.ndim == 0 and value.dtype.str[1:] in _NUMPY:
         return to_plain(value.item(), where)
     raise ConfigError(
         f"{where} is a {kind.__name__}, which a checkpoint does not hold beside its tensors: numbers, texts, None, "
         "lists, tuples and dictionaries of these"
     )
+
+
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where[:200]}: {value!r} is no text that a file can hold") from None
+    return value
 
 
 def from_plain(plain: Plain) -> Any:

@@ -20,9 +20,13 @@ Tell = Callable[[str, str], None]  # kind of problem, text
 
 
 def check_options(link: OptimizerLink, number: int, index: int, options: Mapping[str, Any], tell: Tell) -> None:
-    """Compare a group's options with the kinds of values that the optimizer's defaults have."""
+    """Compare a group's options with the kinds of values that the optimizer's defaults, or the group itself, have."""
+    is_torch, now = _is_torch(type(link.optimizer)), link.optimizer.param_groups[index]
     for key, value in options.items():
-        if not _is_like(value, link.optimizer.defaults.get(key)):
+        default = link.optimizer.defaults.get(key)
+        if not is_torch and (value is None or (isinstance(value, list | tuple) and isinstance(default, list | tuple))):
+            continue  # other classes may take more than their defaults show
+        if not _is_like(value, default) and not _is_like_now(value, now.get(key)):
             tell("options of another kind", f"{key} of group {index} of optimizer {number} is {str(value)[:40]}")
 
 
@@ -66,6 +70,10 @@ def _is_count(value: object, is_torch: bool) -> bool:
     if isinstance(value, Tensor):
         return bool(0 <= value.item() < MAX_COUNT)
     return not is_torch and isinstance(value, int | float) and math.isfinite(value) and 0 <= value < MAX_COUNT
+
+
+def _is_like_now(value: object, now: object) -> bool:
+    return value is None if now is None else _is_like(value, now)
 
 
 def _is_like(value: object, default: object) -> bool:

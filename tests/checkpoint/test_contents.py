@@ -1,0 +1,306 @@
+"""What a checkpoint keeps beside parameters and moments; what it cannot keep or give back is refused by name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.checkpoint.plain import from_plain, to_plain
+from shardwise.checkpoint.verify import verify_files
+from shardwise.comm.base import Comm
+from shardwise.comm.fake import LocalComm
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.testing.ranks import run_ranks
+
+from .case import build
+
+
+class Small(nn.Module):
+    """Two layers and whatever a test puts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return rows of two."""
+        return self.second(self.first(rows).tanh())
+
+
+def step(net: nn.Module, optimizer: Any) -> None:
+    net(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def alone(**options: Any) -> tuple[nn.Module, Any]:
+    return build({"data": LocalComm()}, 3, model=Small, make=lambda net: torch.optim.Adam(net.parameters()), **options)
+
+
+def test_buffers_that_only_one_rank_has_are_kept(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> list[str]:
+        net, _ = build(mesh, 3, model=Small, make=lambda net: torch.optim.SGD(net.parameters()))
+        rank = mesh["data"].rank
+        net.register_buffer("both", torch.arange(3) + rank)
+        if rank == 1:
+            net.register_buffer("cache", torch.ones(4))
+        shardwise.save_checkpoint(net, tmp_path, tag="one")
+        net.both.zero_()
+        loaded = shardwise.load_checkpoint(net, tmp_path, strict=False)
+        assert torch.equal(net.both, torch.arange(3) + rank)
+        return list(loaded.unexpected)
+
+    assert run_ranks(2, body, timeout=20) == [["cache"], []]
+    verify_files(tmp_path / "one")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_save_inside_unsharded_is_refused(stage: int, tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, stage)
+        with shardwise.unsharded(net), pytest.raises(StateError, match="inside unsharded"):
+            shardwise.save_checkpoint(net, tmp_path)
+
+    run_ranks(2, body, timeout=20)
+    assert not list(tmp_path.iterdir())
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps under a key that is no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Count and step."""
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_under_other_keys_comes_back(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        return build({"data": LocalComm()}, 2, model=Small, make=lambda net: Counting(net.parameters(), lr=0.1))
+
+    net, optimizer = made()
+    for _ in range(3):
+        step(net, optimizer)
+    shardwise.save_checkpoint(net, tmp_path)
+    net, optimizer = made()
+    shardwise.load_checkpoint(net, tmp_path)
+    assert optimizer.state["calls"] == 3
+    optimizer.state[("a", 1)] = 2
+    with pytest.raises(ConfigError, match=r"neither parameters nor texts: \[\('a', 1\)\]"):
+        shardwise.save_checkpoint(net, tmp_path, tag="two")
+
+
+def test_parameters_frozen_in_mid_run_may_be_left_out(tmp_path: Path) -> None:
+    net, optimizer = alone()
+    step(net, optimizer)
+    net.first.weight.requires_grad_(False)
+    step(net, optimizer)
+    shardwise.save_checkpoint(net, tmp_path, exclude_frozen=True)
+    net, _ = alone()
+    with pytest.warns(UserWarning, match="first.weight are new to the optimizer"):
+        loaded = shardwise.load_checkpoint(net, tmp_path, strict=False)
+    assert loaded.missing == loaded.fresh == ("first.weight",)
+
+
+def test_state_of_a_parameter_that_is_frozen_now_is_not_called_dropped(tmp_path: Path) -> None:
+    net, optimizer = alone()
+    step(net, optimizer)
+    shardwise.save_checkpoint(net, tmp_path)
+    net, _ = alone()
+    net.first.weight.requires_grad_(False)
+    assert shardwise.load_checkpoint(net, tmp_path).dropped == ()
+    assert "first.weight" in shardwise.full_optimizer_state(net)
+
+
+class WithBuffer(Small):
+    """Has one buffer more."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("extra", buffer)
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    return build({"data": LocalComm()}, 3, model=lambda: WithBuffer(buffer))[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "text"),
+    [
+        (torch.ones(1).expand(3), torch.zeros(1).expand(3), "extra repeats its elements"),
+        (torch.tensor([1.5]), torch.zeros(1, dtype=torch.uint8), "of another kind: extra F32 for torch.uint8"),
+        (torch.tensor([300]), torch.zeros(1, dtype=torch.uint8), "of another kind: extra I64 for torch.uint8"),
+        (torch.tensor([3]), torch.zeros(1), "of another kind: extra I64"),
+    ],
+)
+def test_buffers_that_cannot_take_their_values_are_named(
+    saved: Tensor, here: Tensor, text: str, tmp_path: Path
+) -> None:
+    shardwise.save_checkpoint(with_buffer(saved), tmp_path)
+    net = with_buffer(here)
+    before = {name: tensor.clone() for name, tensor in shardwise.full_state_dict(net).items()}
+    with pytest.raises(CheckpointError, match=text):
+        shardwise.load_checkpoint(net, tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in shardwise.full_state_dict(net).items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (torch.tensor([1 + 2j, 3 - 1j]), torch.zeros(2, dtype=torch.complex64).conj()),
+        (torch.tensor([3], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)),
+        (torch.tensor([0.5], dtype=torch.float64), torch.zeros(1)),
+    ],
+)
+def test_buffers_take_values_of_like_kinds(saved: Tensor, here: Tensor, tmp_path: Path) -> None:
+    shardwise.save_checkpoint(with_buffer(saved), tmp_path)
+    net = with_buffer(here)
+    shardwise.load_checkpoint(net, tmp_path)
+    assert torch.equal(net.extra.resolve_conj(), saved.to(here.dtype))
+
+
+class Stating(Small):
+    """Says an extra state."""
+
+    seen = 7
+
+    def get_extra_state(self) -> Any:
+        """Return a number."""
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it."""
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [(Stating, Small, "extra state not in the model: the model"), (Small, Stating, "extra state missing")],
+)
+def test_extra_state_is_matched_by_name(first: Any, second: Any, text: str, tmp_path: Path) -> None:
+    shardwise.save_checkpoint(build({"data": LocalComm()}, 3, model=first)[0], tmp_path)
+    net, _ = build({"data": LocalComm()}, 3, model=second)
+    with pytest.raises(CheckpointError, match=text):
+        shardwise.load_checkpoint(net, tmp_path)
+    shardwise.load_checkpoint(net, tmp_path, strict=False)
+
+
+class Refusing:
+    """Takes no state on one rank."""
+
+    def __init__(self, number: int, *, refuses: bool) -> None:
+        self.number = number
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it, or break half-way."""
+        self.number = -1
+        if self.refuses:
+            raise ValueError("no")
+        self.number = state["number"]
+
+
+def test_an_object_that_refuses_its_state_is_left_as_it_was(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> int:
+        net, _ = build(mesh, 3)
+        kept = Refusing(3, refuses=False)
+        shardwise.save_checkpoint(net, tmp_path, objects={"it": kept})
+        other = Refusing(7, refuses=mesh["data"].rank == 1)
+        with pytest.raises(CheckpointError, match="rank 1: a state was refused: ValueError: no"):
+            shardwise.load_checkpoint(net, tmp_path, objects={"it": other})
+        return other.number
+
+    assert run_ranks(2, body, timeout=20) == [7, 7]
+
+
+class Mute:
+    """Has no state."""
+
+    def state_dict(self) -> None:
+        """Return nothing."""
+
+
+def test_objects_without_a_state_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+    net, _ = alone()
+    with pytest.raises(ConfigError, match="it is a Mute without state_dict and load_state_dict"):
+        shardwise.save_checkpoint(net, tmp_path, objects={"it": Mute()})
+    with pytest.raises(ConfigError, match="is a object without"):
+        shardwise.save_checkpoint(net, tmp_path, objects={"it": object()})
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_objects_of_one_rank_come_back_to_it(owner: int, tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> int:
+        net, _ = build(mesh, 3)
+        mine = {"it": Refusing(3, refuses=False)} if mesh["data"].rank == owner else {}
+        shardwise.save_checkpoint(net, tmp_path, objects=mine)
+        for item in mine.values():
+            item.number = 0
+        shardwise.load_checkpoint(net, tmp_path, objects=mine)
+        with pytest.raises(CheckpointError, match=f"rank {1 - owner}: .*the checkpoint has no state of: it"):
+            shardwise.load_checkpoint(net, tmp_path, objects={"it": Refusing(0, refuses=False)})
+        return sum(item.number for item in mine.values())
+
+    assert sorted(run_ranks(2, body, timeout=20)) == [0, 3]
+
+
+class Free(torch.optim.Optimizer):
+    """Takes options that its defaults do not show."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "clip": 1.0, "path": []})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def test_options_of_other_kinds_than_the_defaults_load_where_the_class_is_not_torchs(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        return build({"data": LocalComm()}, 3, model=Small, make=lambda net: Free(net.parameters()))
+
+    net, optimizer = made()
+    optimizer.param_groups[0] |= {"clip": None, "path": [1, 2]}
+    shardwise.save_checkpoint(net, tmp_path)
+    net, optimizer = made()
+    shardwise.load_checkpoint(net, tmp_path)
+    assert (optimizer.param_groups[0]["clip"], optimizer.param_groups[0]["path"]) == (None, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "value", [numpy.datetime64("2020-01-01"), numpy.timedelta64(1, "ns"), numpy.longdouble(1), "\udc80", {"\udc80": 1}]
+)
+def test_values_that_would_come_back_as_others_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="it"):
+        to_plain(value, "it")
+
+
+@pytest.mark.parametrize(
+    "value", [numpy.float32(0.5), numpy.int8(3), numpy.bool_(True), numpy.array(4), {"[" * 70: [1]}]
+)
+def test_plain_values_come_back(value: Any) -> None:
+    assert from_plain(to_plain(value, "it")) == value
+
+
+def test_nested_schedulers_keep_their_methods(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        net, optimizer = alone()
+        inner = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.LinearLR(optimizer)]
+        return net, torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
+
+    net, scheduler = made()
+    scheduler._schedulers[1].__dict__["get_lr"] = 3
+    shardwise.save_checkpoint(net, tmp_path, objects={"scheduler": scheduler})
+    net, scheduler = made()
+    with pytest.raises(CheckpointError, match="LinearLR would replace its"):
+        shardwise.load_checkpoint(net, tmp_path, objects={"scheduler": scheduler})
+    assert callable(scheduler._schedulers[1].get_lr)
