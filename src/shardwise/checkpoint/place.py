@@ -105,7 +105,9 @@ def place_buffers(managed: Managed, matched: Match, source: TensorSource, rank: 
             else:
                 source.read(item, 0, values)
             whole = values.view(item.shape)
-            buffer.copy_(torch.view_as_complex(whole) if buffer.is_complex() else whole)
+            if buffer.is_complex():  # perhaps a conjugate, of which there is no real view
+                whole = torch.view_as_complex(whole.to(buffer.dtype.to_real()))
+            buffer.copy_(whole)
 
 
 def _finest(bucket: Bucket) -> tuple[int, int]:
