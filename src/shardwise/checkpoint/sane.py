@@ -33,7 +33,7 @@ def check_options(link: OptimizerLink, number: int, index: int, options: Mapping
 def check_states(link: OptimizerLink, number: int, facts: OptimizerFacts, stored: Sequence[Stored], tell: Tell) -> None:
     """Check the states of an optimizer's parameters; decodes each that is one value, so that placing cannot fail."""
     is_torch = _is_torch(type(link.optimizer))
-    from_plain(facts.other)
+    from_plain(list(facts.other.values()))
     keys: dict[str, set[str]] = {}
     for name, states in facts.scalars.items():
         keys.setdefault(name, set()).update(states)
