@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.planner.optimizers import state_words as planned_words
 
 __all__ = ["check_elementwise", "state_at_start", "state_words", "supports_fused"]
 
@@ -51,25 +52,7 @@ def state_words(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
         ConfigError: the class is not in the table.
     """
     check_elementwise(optimizer_class)
-    options = options or {}
-    name = optimizer_class.__name__
-    table = {
-        "Adam": 3 if options.get("amsgrad") else 2,
-        "AdamW": 3 if options.get("amsgrad") else 2,
-        "NAdam": 2,
-        "RAdam": 2,
-        "Adamax": 2,
-        "Adadelta": 2,
-        "Adagrad": 1,
-        "ASGD": 1,
-        "Rprop": 2,
-        "Lion": 1,
-        "SGD": 1 if options.get("momentum") else 0,
-        "RMSprop": 1 + bool(options.get("momentum")) + bool(options.get("centered")),
-    }
-    if name not in table:
-        raise ConfigError(f"unknown optimizer state of {name}: pass optim_words=, its state elements per parameter")
-    return int(table[name])
+    return planned_words(optimizer_class.__name__, options)
 
 
 def state_at_start(optimizer_class: type, group: Mapping[str, Any], fragment: Tensor) -> dict[str, Tensor] | None:
