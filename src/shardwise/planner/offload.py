@@ -65,7 +65,7 @@ def tier_bytes(num_params: float, accounting: Accounting, ways: Ways, tiers: Tie
     held = dict.fromkeys(Tier, 0.0)
     held[tiers.param] += states.param
     held[tiers.grad] += states.grad
-    held[tiers.optim] += states.master + states.optim + states.master_grad
+    held[tiers.optim] += states.optimizer
     return held
 
 

@@ -23,14 +23,18 @@ def rate_ratio(rate: float, base_rate: float) -> float:
     return rate / base_rate
 
 
-def relative_overhead(seconds: float, base_seconds: float) -> float:
+def relative_overhead(*seconds: float, base_seconds: float) -> float:
     """Return the time beyond the base, as a part of the base; below 0 if it is less.
 
     With the times exchanged it is the gain in throughput.
 
+    Args:
+        seconds: of the parts of the work, such as forward and backward.
+        base_seconds: of all parts of the base.
+
     Source: Korthikanti et al., arXiv:2205.05198, Tables 4 and 5.
     """
-    return seconds / base_seconds - 1
+    return sum(seconds) / base_seconds - 1
 
 
 def time_saved(base_rate: float, rate: float) -> float:

@@ -101,6 +101,11 @@ class StateBytes:
     param_copy: float = 0
 
     @property
+    def optimizer(self) -> float:
+        """Bytes that are cut like the optimizer state."""
+        return self.master + self.optim + self.master_grad
+
+    @property
     def total(self) -> float:
         """Bytes of all kinds."""
         return math.fsum(getattr(self, field.name) for field in fields(self))
