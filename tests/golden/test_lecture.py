@@ -18,7 +18,11 @@ from shardwise.comm.base import Mesh, Verb
 from shardwise.comm.recording import record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
+from shardwise.planner.balance import greedy_loads
+from shardwise.planner.communication import step_elements
 from shardwise.planner.memory import MemoryPlan
+from shardwise.planner.ways import Ways
+from shardwise.sharding import stage_sharding
 from shardwise.testing.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -159,6 +163,8 @@ def test_elements_sent_are_those_of_the_lecture(stage: int, keep_last_unit: bool
         2: {Verb.REDUCE, Verb.REFRESH},
         3: {Verb.REDUCE, Verb.UNSHARD},
     }
+    ways = Ways.over(stage_sharding(stage), NUM_RANKS)
+    assert step_elements(NUM_PARAMS, ways, kept_numel=LAST_LAYER if keep_last_unit else 0) == elements
     for account in accounts(stage, keep_last_unit=keep_last_unit):
         assert sent_without_record(account) == elements
         assert set(account.sent) == verbs[stage] | {Verb.RECORD}
@@ -233,14 +239,6 @@ def test_ten_steps_are_bit_identical_at_all_stages(precision: Precision) -> None
         params, own_losses = train(stage)
         assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
         assert torch.equal(torch.stack(own_losses), torch.stack(losses))
-
-
-def greedy_loads(sizes: list[int], num_ranks: int) -> list[int]:
-    """Place whole tensors, the largest first, on the rank that has least."""
-    loads = [0] * num_ranks
-    for size in sorted(sizes, reverse=True):
-        loads[loads.index(min(loads))] += size
-    return loads
 
 
 class Sizes(nn.Module):

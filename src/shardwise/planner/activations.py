@@ -14,6 +14,7 @@ __all__ = [
     "attention_core_ratio",
     "block_bytes",
     "checkpoint_bytes",
+    "checkpointed_peak_bytes",
     "layer_bytes",
     "layers_bytes",
     "rule_bytes",
@@ -114,6 +115,34 @@ def checkpoint_bytes(shape: Shape, *, seq: int, batch: int, interval: float = 1,
     """
     one = layer_bytes(shape, seq=seq, batch=batch, recompute=Recompute.FULL)
     return layers_bytes(shape.num_layers / interval, one, partition_ranks=partition_ranks)
+
+
+def checkpointed_peak_bytes(
+    shape: Shape,
+    *,
+    seq: int,
+    batch: int,
+    interval: float = 1,
+    tensor_ranks: int = 1,
+    sequence_parallel: bool = False,
+    partition_ranks: int = 1,
+) -> float:
+    """Return the peak bytes with full recomputation: all checkpoints, and the layers between two of them.
+
+    Args:
+        shape: h, a and L.
+        seq: tokens.
+        batch: samples of a micro-batch.
+        interval: blocks between two checkpoints, k.
+        tensor_ranks: tensor-parallel degree.
+        sequence_parallel: see ``layer_bytes``.
+        partition_ranks: P_a: tensor-parallel ranks over which each checkpoint is cut.
+
+    Source: Chen et al., arXiv:1604.06174 (n / k + k), with the bytes of Korthikanti et al., arXiv:2205.05198.
+    """
+    layer = layer_bytes(shape, seq=seq, batch=batch, tensor_ranks=tensor_ranks, sequence_parallel=sequence_parallel)
+    kept = checkpoint_bytes(shape, seq=seq, batch=batch, interval=interval, partition_ranks=partition_ranks)
+    return kept + interval * layer
 
 
 def rule_bytes(shape: Shape, *, seq: int, batch: int) -> float:

@@ -61,8 +61,7 @@ def step_collectives(
 
     Source: ZeRO, arXiv:1910.02054, section 7; exact form of a ring: Thakur et al. 2005, section 4.
     """
-    rest = 1 / ways.param, 1 / ways.grad, 1 / ways.optim, 1 / ways.data
-    param, grad, optim, data = rest
+    param, grad, optim, data = (1 / ways.param, 1 / ways.grad, 1 / ways.optim, 1 / ways.data)
     backward = numel - kept_numel
     every = (
         _collective("unshard", "all-gather", micro_steps, numel, 1, param),
@@ -154,9 +153,12 @@ def ring_seconds(num_bytes: float, *, num_messages: float, latency_seconds: floa
 
 
 def _collective(verb: str, kind: str, times: int, numel: float, coarse: float, fine: float) -> Collective:
-    """Make one between two levels, each given as the part of the whole that a rank holds."""
-    ranks = coarse / fine if fine else math.inf
-    span = 1 / fine if fine else math.inf
-    if coarse == fine:
-        ranks = 1.0
-    return Collective(verb=verb, kind=kind, times=times, elements=numel * (coarse - fine), ranks=ranks, span=span)
+    """Make one between two levels, each given as the part of the whole that a rank holds; 0 for many ranks."""
+    return Collective(
+        verb=verb,
+        kind=kind,
+        times=times,
+        elements=numel * (coarse - fine),
+        ranks=1 if coarse == fine else coarse / fine if fine else math.inf,
+        span=1 / fine if fine else math.inf,
+    )

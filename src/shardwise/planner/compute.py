@@ -53,7 +53,7 @@ def megatron_flops(shape: Shape, *, batch: float, seq: int, recompute: Recompute
         seq: s, tokens.
         recompute: what backward computes again; NONE gives the model's FLOPs, the others the hardware's.
 
-    Source: Narayanan et al., arXiv:2104.04473, Eq. 3; Korthikanti et al., arXiv:2205.05198, Eq. 7 to 9.
+    Source: Narayanan et al., arXiv:2104.04473, Eq. 3; Korthikanti et al., arXiv:2205.05198, appendix A.
     """
     layers, hidden = shape.num_layers, shape.hidden
     passes = 4 if recompute is Recompute.FULL else 3  # a backward is two forwards

@@ -126,7 +126,7 @@ def optimizer_disk_seconds(
 ) -> float:
     """Return the time in which an optimizer step reads its state from disk and writes it back, one after the other.
 
-    Source: ZeRO-Infinity, arXiv:2104.07857, section 4.2: 2 x 16 bytes per parameter with fp32 gradients.
+    Source: ZeRO-Infinity, arXiv:2104.07857, section 4.1: 2 x 16 bytes per parameter with fp32 gradients.
     """
     num_bytes = num_params * accounting.optimizer
     return num_bytes / read_bytes_per_second + num_bytes / write_bytes_per_second

@@ -133,7 +133,7 @@ def rate_of_all_ranks(entry: Entry) -> float:
 # Time of training
 
 
-@covers(r"mg\.tab2\.days\.(ptd|zero3)\.(?P<size>175b|530b)\.\d+")
+@covers(r"mg\.tab2\.days\.\w+\.(?P<size>175b|530b)\.\d+")
 def days(entry: Entry, size: str) -> float:
     model = shape(LARGE[size.upper()], entry)
     step = megatron_flops(model, batch=entry["B"], seq=entry["s"], recompute=Recompute.FULL)
