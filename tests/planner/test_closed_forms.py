@@ -19,14 +19,15 @@ from shardwise.planner.activations import (
     checkpoint_bytes,
     checkpointed_peak_bytes,
     layer_bytes,
+    selective_saving,
     total_bytes,
 )
 from shardwise.planner.budget import Budget, bucket_bytes
 from shardwise.planner.communication import step_collectives, step_elements, step_messages, step_seconds
 from shardwise.planner.compute import megatron_flops, train_flops
 from shardwise.planner.crosshost import cross_host_elements, hybrid_cross_host_elements
-from shardwise.planner.finetune import finetune_bytes, lora_params
-from shardwise.planner.infinity import efficiency, needed_bandwidth
+from shardwise.planner.finetune import finetune_bytes, lora_params, trainable_share
+from shardwise.planner.infinity import efficiency, needed_bandwidth, optimizer_intensity, param_intensity, working_bytes
 from shardwise.planner.offload import (
     PARTITIONS,
     Tier,
@@ -37,7 +38,7 @@ from shardwise.planner.offload import (
     tokens_to_hide,
 )
 from shardwise.planner.optimizers import factored_state_words, quantized_state_bytes, state_words
-from shardwise.planner.parallel import bubble_share
+from shardwise.planner.parallel import bubble_share, partitioned_activation_elements, tensor_parallel_elements
 from shardwise.planner.recompute import Recompute, best_interval, live_blocks
 from shardwise.planner.shape_table import SHAPES
 from shardwise.planner.shapes import Shape, block_params, count_params, megatron_params
@@ -254,6 +255,12 @@ def test_adapters_of_grouped_keys_are_narrower() -> None:
         lora_params(grouped, rank=8, targets=["keys"])
 
 
+def test_adapters_of_every_matrix() -> None:
+    every = ["query", "key", "value", "output", "gate", "up", "down"]
+    assert lora_params(SHAPES["llama-2-7b"], rank=8, targets=every) == 19_988_480  # as peft prints it
+    assert trainable_share(1, 4) == 0.25
+
+
 def test_frozen_base_has_neither_gradients_nor_optimizer_state() -> None:
     assert finetune_bytes(7e9, 0, HALF_GRADIENTS, Ways()) == 14e9
     assert finetune_bytes(7e9, 0, HALF_GRADIENTS, FULL, base_bits=4) == 7e9 / 2 / 64
@@ -270,6 +277,15 @@ def test_tensor_parallelism_of_one_rank_changes_nothing() -> None:
             for parallel in (False, True)
         )
         assert plain == cut
+
+
+def test_selective_saving_is_what_is_not_kept() -> None:
+    shape = SHAPES["gpt3-175b"]
+    kept, every = (
+        layer_bytes(shape, seq=2048, batch=1, recompute=recompute)
+        for recompute in (Recompute.SELECTIVE, Recompute.NONE)
+    )
+    assert selective_saving(shape, seq=2048) == pytest.approx(1 - kept / every)
 
 
 def test_activations_need_the_number_of_heads() -> None:
@@ -335,6 +351,13 @@ def test_hybrid_sharding_crosses_hosts_once() -> None:
     assert exact < paper < exact * (1 + 1 / 63)
 
 
+def test_partitioned_activations_gather_what_other_ranks_hold() -> None:
+    shape = Shape(num_layers=1, hidden=64)
+    assert partitioned_activation_elements(shape, seq=32, batch=2, num_ranks=4) == 32 * 2 * 64 * 3 / 4
+    plain = tensor_parallel_elements(shape, seq=32, batch=2, num_ranks=4)
+    assert tensor_parallel_elements(shape, seq=32, batch=2, num_ranks=4, recompute=True) == 1.5 * plain
+
+
 def test_bubble_of_wall_time_is_less() -> None:
     assert bubble_share(8, 64, of_wall_time=True) == 7 / 71 < bubble_share(8, 64)
 
@@ -375,6 +398,15 @@ def test_optimizer_state_on_disk_is_read_and_written() -> None:
     assert seconds == 16 / 4 + 16 / 2
 
 
+def test_optimizer_moves_four_times_the_bytes_of_parameters() -> None:
+    assert param_intensity(seq=1024, batch=2) == 4 * optimizer_intensity(seq=1024, batch=2) == 2048
+
+
+def test_tiles_cut_the_working_memory() -> None:
+    shape = SHAPES["zero-infinity-memory-1t-128x25600"]
+    assert working_bytes(shape) == 4 * working_bytes(shape, num_tiles=4)
+
+
 def test_needed_bandwidth_gives_the_efficiency() -> None:
     bandwidth = needed_bandwidth(1024, efficiency=0.9, peak_flops=70e12)
     assert efficiency(1024, bytes_per_second=bandwidth, peak_flops=70e12) == pytest.approx(0.9)
@@ -390,3 +422,5 @@ def test_budget_fits_what_fragmentation_leaves() -> None:
     assert not budget.fits(31.9e9)
     assert budget.free(40e9) == 6e9
     assert math.isclose(budget.free(28e9), -3e9)
+    assert Budget(states=1).peak == 1
+    assert Budget(states=1).fits(1)

@@ -71,7 +71,7 @@ def step_collectives(
         _collective("finalize_grads", "all-reduce", 1, 2 * numel, optim, data),
         _collective("refresh_params", "all-gather", 1, numel, param, optim),
     )
-    return tuple(collective for collective in every if collective.ranks > 1 and collective.elements > 0)
+    return tuple(collective for collective in every if collective.elements > 0)
 
 
 def step_elements(numel: float, ways: Ways, *, micro_steps: int = 1, kept_numel: float = 0) -> float:
@@ -103,8 +103,8 @@ def step_elements_with_all_reduce(numel: float, ways: Ways) -> float:
     Source: DeepSpeed post of 2020-03-17, ZeRO-1 before its partition-aware reduction.
     """
     replicated = step_elements(numel, Ways(data=ways.data))
-    gathers = [c for c in step_collectives(numel, ways) if c.kind == "all-gather"]
-    return replicated + sum(collective.times * collective.elements for collective in gathers)
+    gathers = [collective for collective in step_collectives(numel, ways) if collective.kind == "all-gather"]
+    return replicated + sum(collective.elements for collective in gathers)
 
 
 def step_messages(collectives: Iterable[Collective], *, num_units: int = 1) -> float:
@@ -159,6 +159,6 @@ def _collective(verb: str, kind: str, times: int, numel: float, coarse: float, f
         kind=kind,
         times=times,
         elements=numel * (coarse - fine),
-        ranks=1 if coarse == fine else coarse / fine if fine else math.inf,
+        ranks=coarse / fine if fine else math.inf,
         span=1 / fine if fine else math.inf,
     )
