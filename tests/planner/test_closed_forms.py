@@ -241,6 +241,8 @@ def test_counts_agree_where_they_mean_the_same() -> None:
         {"num_layers": 1, "hidden": 8, "num_heads": 3},
         {"num_layers": 1, "hidden": 8, "num_heads": 4, "num_kv_heads": 3},
         {"num_layers": 1, "hidden": 8, "num_kv_heads": 2},
+        {"num_layers": 1, "hidden": 8, "num_heads": -2},
+        {"num_layers": 1, "hidden": 8, "num_heads": 4, "num_kv_heads": -2},
     ],
 )
 def test_shape_that_cannot_be_is_refused(numbers: dict[str, int]) -> None:
@@ -253,6 +255,8 @@ def test_adapters_of_grouped_keys_are_narrower() -> None:
     assert lora_params(grouped, rank=8) == 32 * 8 * (4096 + 4096 + 4096 + 1024)
     with pytest.raises(ConfigError, match=r"no matrix is called \['keys'\]"):
         lora_params(grouped, rank=8, targets=["keys"])
+    with pytest.raises(ConfigError, match=r"no matrix is called \['gate'\]"):
+        lora_params(SHAPES["gpt2"], rank=8, targets=["gate"])
 
 
 def test_adapters_of_every_matrix() -> None:

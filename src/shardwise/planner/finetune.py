@@ -19,7 +19,7 @@ def lora_params(shape: Shape, *, rank: int, targets: Sequence[str] = ("query", "
     Args:
         shape: of the base.
         rank: r, of the adapters.
-        targets: matrices of a layer that get one: query, key, value, output, gate, up, down.
+        targets: matrices of a layer that get one: query, key, value, output, up, down, and gate if it has one.
 
     Raises:
         ConfigError: a target is not one of these.
@@ -31,10 +31,11 @@ def lora_params(shape: Shape, *, rank: int, targets: Sequence[str] = ("query", "
         "key": shape.hidden + shape.kv_hidden,
         "value": shape.hidden + shape.kv_hidden,
         "output": shape.hidden + shape.hidden,
-        "gate": shape.hidden + shape.ffn_hidden,
         "up": shape.hidden + shape.ffn_hidden,
         "down": shape.ffn_hidden + shape.hidden,
     }
+    if shape.gated:
+        sides["gate"] = sides["up"]
     unknown = sorted(set(targets) - set(sides))
     if unknown:
         raise ConfigError(f"lora: no matrix is called {unknown}; the matrices of a layer are {list(sides)}")

@@ -1,7 +1,7 @@
-"""State that optimizers keep, in words per parameter element: torch's, Lion, and the usual compressed ones.
+"""State that optimizers keep, in words per parameter element: torch's, Lion, and what compresses it.
 
 A word is one element in the optimizer's dtype, mostly the master's. Counters (one number per tensor) are left out.
-``optim/families.py`` asks this table for the element-wise ones.
+``optim/families.py`` asks this table, after it has refused those that do not work on fragments.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = ["ELEMENTWISE_STATE", "factored_state_words", "quantized_state_bytes", "state_words"]
+__all__ = ["factored_state_words", "quantized_state_bytes", "state_words"]
 
 Options = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ def _always(words: int) -> Callable[[Options], int]:
 
 
 # name of the class -> words, given the options it was built with
-ELEMENTWISE_STATE: Mapping[str, Callable[[Options], int]] = MappingProxyType(
+_WORDS: Mapping[str, Callable[[Options], int]] = MappingProxyType(
     {
         "Adam": lambda options: 3 if options.get("amsgrad") else 2,
         "AdamW": lambda options: 3 if options.get("amsgrad") else 2,
@@ -32,11 +32,12 @@ ELEMENTWISE_STATE: Mapping[str, Callable[[Options], int]] = MappingProxyType(
         "ASGD": _always(1),
         "Rprop": _always(2),
         "Lion": _always(1),
+        "Muon": _always(1),
+        "SparseAdam": _always(2),
         "SGD": lambda options: 1 if options.get("momentum") else 0,
         "RMSprop": lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
     }
 )
-_OTHERS: Mapping[str, int] = MappingProxyType({"Muon": 1, "SparseAdam": 2})
 
 
 def state_words(name: str, options: Options | None = None) -> int:
@@ -49,13 +50,11 @@ def state_words(name: str, options: Options | None = None) -> int:
     Raises:
         ConfigError: the optimizer is not in the table.
 
-    Source: torch.optim, Lion: arXiv:2302.06675; Muon keeps one momentum.
+    Source: torch.optim of torch 2.13; Lion: arXiv:2302.06675.
     """
-    if name in ELEMENTWISE_STATE:
-        return ELEMENTWISE_STATE[name](options or {})
-    if name in _OTHERS:
-        return _OTHERS[name]
-    raise ConfigError(f"unknown optimizer state of {name}: pass optim_words=, its state elements per parameter")
+    if name not in _WORDS:
+        raise ConfigError(f"unknown optimizer state of {name}: pass optim_words=, its state elements per parameter")
+    return _WORDS[name](options or {})
 
 
 def factored_state_words(rows: int, columns: int, *, momentum: bool = False) -> float:

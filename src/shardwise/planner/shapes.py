@@ -46,13 +46,9 @@ class Shape:
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.hidden < 1:
             raise ConfigError(f"shape: num_layers and hidden must be at least 1, got {self}")
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        if (
-            heads < 0
-            or kv_heads < 0
-            or (heads and self.hidden % heads)
-            or (kv_heads and (heads % kv_heads or not heads))
-        ):
+        heads_divide = self.num_heads == 0 or (self.num_heads > 0 and self.hidden % self.num_heads == 0)
+        groups_divide = self.num_kv_heads == 0 or 0 < self.num_kv_heads <= self.num_heads
+        if not heads_divide or not groups_divide or (self.num_kv_heads and self.num_heads % self.num_kv_heads):
             raise ConfigError(f"shape: num_heads must divide hidden, and num_kv_heads num_heads, got {self}")
 
     @property
