@@ -16,6 +16,7 @@ from shardwise.models.gpt import GPT
 from shardwise.models.sizes import GPT_SIZES
 from shardwise.planner.activations import (
     attention_core_ratio,
+    block_bytes,
     checkpoint_bytes,
     checkpointed_peak_bytes,
     layer_bytes,
@@ -23,11 +24,24 @@ from shardwise.planner.activations import (
     total_bytes,
 )
 from shardwise.planner.budget import Budget, bucket_bytes
-from shardwise.planner.communication import step_collectives, step_elements, step_messages, step_seconds
-from shardwise.planner.compute import megatron_flops, train_flops
+from shardwise.planner.communication import (
+    step_collectives,
+    step_elements,
+    step_elements_with_all_reduce,
+    step_messages,
+    step_seconds,
+)
+from shardwise.planner.compute import accumulated_scale, compute_seconds, megatron_flops, train_flops, utilization
 from shardwise.planner.crosshost import cross_host_elements, hybrid_cross_host_elements
 from shardwise.planner.finetune import finetune_bytes, lora_params, trainable_share
-from shardwise.planner.infinity import efficiency, needed_bandwidth, optimizer_intensity, param_intensity, working_bytes
+from shardwise.planner.infinity import (
+    checkpoint_intensity,
+    efficiency,
+    needed_bandwidth,
+    optimizer_intensity,
+    param_intensity,
+    working_bytes,
+)
 from shardwise.planner.offload import (
     PARTITIONS,
     Tier,
@@ -317,6 +331,16 @@ def test_peak_with_checkpoints_is_least_near_the_root_of_the_ratio() -> None:
     assert peaks[1] < peaks[48] / 20
 
 
+def test_utilization_is_of_one_rank_by_default() -> None:
+    assert utilization(6e12, 2) == 3e12
+    assert compute_seconds(6e12, peak_flops=3e12) == 2
+
+
+def test_gradient_is_scaled_once_unless_divided_by_hand() -> None:
+    assert accumulated_scale(4) == 1
+    assert accumulated_scale(4, divided_by_hand=True) == 1 / 4
+
+
 def test_recomputation_adds_a_third_and_the_scores() -> None:
     shape = SHAPES["korthikanti-175b-96x12288"]
     none, selective, full = (megatron_flops(shape, batch=1, seq=2048, recompute=recompute) for recompute in Recompute)
@@ -332,6 +356,15 @@ def test_recomputation_adds_a_third_and_the_scores() -> None:
 def test_gathers_repeat_with_every_micro_step() -> None:
     assert step_elements(1, Ways.over(stage_sharding(3)), micro_steps=4) == 12
     assert step_elements(1, Ways.over(stage_sharding(1)), micro_steps=4) == 2
+
+
+def test_all_reduce_is_dearer_the_more_is_cut() -> None:
+    elements = [step_elements_with_all_reduce(1, Ways.over(stage_sharding(stage))) for stage in range(4)]
+    assert elements == [2, 3, 3, 4]
+
+
+def test_kept_unit_is_gathered_once() -> None:
+    assert step_elements(100, FULL, kept_numel=10) == pytest.approx(290 * 63 / 64)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -359,6 +392,7 @@ def test_partitioned_activations_gather_what_other_ranks_hold() -> None:
     shape = Shape(num_layers=1, hidden=64)
     assert partitioned_activation_elements(shape, seq=32, batch=2, num_ranks=4) == 32 * 2 * 64 * 3 / 4
     plain = tensor_parallel_elements(shape, seq=32, batch=2, num_ranks=4)
+    assert plain == 8 * 32 * 2 * 64 * 3 / 4
     assert tensor_parallel_elements(shape, seq=32, batch=2, num_ranks=4, recompute=True) == 1.5 * plain
 
 
@@ -400,6 +434,12 @@ def test_compute_of_the_tokens_hides_transfer_and_optimizer() -> None:
 def test_optimizer_state_on_disk_is_read_and_written() -> None:
     seconds = optimizer_disk_seconds(1e9, BOTH_GRADIENTS, read_bytes_per_second=4e9, write_bytes_per_second=2e9)
     assert seconds == 16 / 4 + 16 / 2
+
+
+def test_intensity_and_working_memory_are_of_one_block_by_default() -> None:
+    shape = SHAPES["gpt2-xl"]
+    assert checkpoint_intensity(shape) == 24 * 1600
+    assert block_bytes(shape, seq=1024, batch=1) == 2 * 1024 * (16 * 1600 + 2 * 25 * 1024)
 
 
 def test_optimizer_moves_four_times_the_bytes_of_parameters() -> None:
