@@ -28,6 +28,7 @@ from shardwise.planner.states import (
     Accounting,
     fewest_ranks,
     largest_model,
+    peak_param_bytes,
     state_bytes,
     weight_bytes,
 )
@@ -139,6 +140,10 @@ def test_fewest_ranks_fit_and_one_less_does_not(stage: int) -> None:
         assert total(fewest) <= 40e9 < total(fewest - 1)
 
 
+def test_peak_of_parameters_is_shards_and_one_unit() -> None:
+    assert peak_param_bytes(7e9, FULL, largest_unit=2e8) == 4 * 7e9 / 64 + 2 * 2e8
+
+
 def test_second_copy_of_parameters_lies_over_one_host() -> None:
     ways = Ways.over(stage_sharding(3), 1024)
     assert state_bytes(1, HALF_GRADIENTS, ways, copy_ways=16).total == 16 / 1024 + 2 / 16
@@ -216,6 +221,7 @@ def test_counts_agree_where_they_mean_the_same() -> None:
     "numbers",
     [
         {"num_layers": 0, "hidden": 8},
+        {"num_layers": 1, "hidden": 0},
         {"num_layers": 1, "hidden": 8, "num_heads": 3},
         {"num_layers": 1, "hidden": 8, "num_heads": 4, "num_kv_heads": 3},
         {"num_layers": 1, "hidden": 8, "num_kv_heads": 2},

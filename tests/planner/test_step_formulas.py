@@ -22,7 +22,14 @@ from shardwise.planner.communication import (
     step_messages,
     step_seconds,
 )
-from shardwise.planner.compute import accumulated_scale, compute_seconds, megatron_flops, train_flops, utilization
+from shardwise.planner.compute import (
+    accumulated_scale,
+    compute_seconds,
+    global_batch,
+    megatron_flops,
+    train_flops,
+    utilization,
+)
 from shardwise.planner.crosshost import cross_host_elements, hybrid_cross_host_elements
 from shardwise.planner.infinity import (
     checkpoint_intensity,
@@ -76,6 +83,17 @@ def test_selective_saving_is_what_is_not_kept() -> None:
     assert selective_saving(shape, seq=2048) == pytest.approx(1 - kept / every)
 
 
+def test_inputs_of_recomputed_layers_are_cut_only_with_sequence_parallelism() -> None:
+    shape = SHAPES["gpt3-175b"]
+    whole, cut = (
+        layer_bytes(
+            shape, seq=2048, batch=1, recompute=Recompute.FULL, tensor_ranks=8, sequence_parallel=sequence_parallel
+        )
+        for sequence_parallel in (False, True)
+    )
+    assert whole == 8 * cut == 2 * 2048 * 12288
+
+
 def test_activations_need_the_number_of_heads() -> None:
     with pytest.raises(ConfigError, match="number of attention heads is needed"):
         attention_core_ratio(SHAPES["zero-10b-50x4096"], seq=1024)
@@ -104,6 +122,10 @@ def test_peak_with_checkpoints_is_least_near_the_root_of_the_ratio() -> None:
 def test_utilization_is_of_one_rank_by_default() -> None:
     assert utilization(6e12, 2) == 3e12
     assert compute_seconds(6e12, peak_flops=3e12) == 2
+
+
+def test_batch_without_accumulation_is_that_of_the_ranks() -> None:
+    assert global_batch(4, 2) == 8
 
 
 def test_gradient_is_scaled_once_unless_divided_by_hand() -> None:
@@ -208,7 +230,7 @@ def test_optimizer_state_on_disk_is_read_and_written() -> None:
 
 def test_intensity_and_working_memory_are_of_one_block_by_default() -> None:
     shape = SHAPES["gpt2-xl"]
-    assert checkpoint_intensity(shape) == 24 * 1600
+    assert checkpoint_intensity(shape) == 24 * 1600 == checkpoint_intensity(shape, interval=4) / 4
     assert block_bytes(shape, seq=1024, batch=1) == 2 * 1024 * (16 * 1600 + 2 * 25 * 1024)
 
 
