@@ -186,7 +186,7 @@ class OptimizerFacts(_Strict):
     class_name: Text
     groups: tuple[Group, ...]
     scalars: dict[Name, dict[Name, Any]]
-    other: dict[Name, Any] = {}
+    other: dict[Name, Any] = Field(default_factory=dict)
 
 
 class Values(_Strict):

@@ -1,0 +1,60 @@
+"""A communicator without peers that takes the memory of the real one: what gloo's paired transfers receive into."""
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Key, Work, part, rank_order_mean
+from shardwise.comm.fake import FakeComm
+
+__all__ = ["MirrorComm"]
+
+
+class MirrorComm(FakeComm):
+    """Rank ``rank`` of ``size`` alike ranks: every peer holds what this one holds."""
+
+    def all_gather(self, buffer: Tensor, key: Key) -> Work | None:
+        """Start to repeat this rank's part."""
+        return _Gathering(buffer, self) if self.size > 1 and buffer.numel() else None
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, key: Key, *, wire: torch.dtype, sum: torch.dtype
+    ) -> Work | None:
+        """Start to receive the parts of the others."""
+        if self.size == 1 or not buffer.numel():
+            return super().reduce_scatter(buffer, out, key, wire=wire, sum=sum)
+        return _Receiving(buffer.to(wire), self, out, sum)
+
+
+class _Gathering:
+    """An all-gather in flight."""
+
+    def __init__(self, buffer: Tensor, comm: MirrorComm) -> None:
+        self._buffer, self._comm = buffer, comm
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Fill the other parts."""
+        rank, size = self._comm.rank, self._comm.size
+        for peer in range(size):
+            if peer != rank:
+                part(self._buffer, peer, size).copy_(part(self._buffer, rank, size))
+
+
+class _Receiving:
+    """A reduction in flight."""
+
+    def __init__(self, outgoing: Tensor, comm: MirrorComm, out: Tensor, sum: torch.dtype) -> None:
+        self._own: Tensor | None = part(outgoing, comm.rank, comm.size)
+        self._staging: Tensor | None = outgoing.new_empty((comm.size - 1) * out.numel())
+        self._size, self._out, self._sum = comm.size, out, sum
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Add the parts."""
+        if self._own is not None and self._staging is not None:
+            for peer in range(self._size - 1):
+                part(self._staging, peer, self._size - 1).copy_(self._own)
+            others = [part(self._staging, peer, self._size - 1) for peer in range(self._size - 1)]
+            rank_order_mean([self._own, *others], self._out, sum=self._sum)
+            self._own = self._staging = None

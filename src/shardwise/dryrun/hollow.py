@@ -1,0 +1,182 @@
+"""Tensors with a size but no contents: training runs through them at no cost, and every byte of it can be counted.
+
+``Hollow`` is a dispatch mode. What reads a hollow tensor is not computed: only the shape of its result is, and the
+result is hollow again or, if it is small, zero. A hollow tensor is an ordinary tensor on the CPU whose pages are never
+touched, so classes, views, hooks and storages behave as in a real run; memory of one rank of thousands fits anywhere.
+Why not ``FakeTensorMode``: docs/design/0012-hollow-tensors.md.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+import torch
+import torch._meta_registrations  # shapes of operators that only have a Python implementation on the meta device
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+
+from shardwise.dryrun.live import Live
+from shardwise.errors import ConfigError
+
+__all__ = ["Hollow"]
+
+SMALL_BYTES = 1 << 20
+_ATEN = torch.ops.aten
+_ANSWERS = MappingProxyType(
+    {_ATEN._local_scalar_dense.default: None, _ATEN.equal.default: True, _ATEN.is_nonzero.default: False}
+)
+# They return their argument's memory although their schemas do not say so.
+_HIDDEN_VIEWS = frozenset({_ATEN._unsafe_view.default, _ATEN._reshape_alias.default})
+
+
+class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Do not compute with large tensors.
+
+    Attributes:
+        flops: floating-point operations by phase, a multiply-add counted as two.
+
+    Args:
+        live: is told every storage that comes.
+        compute: compute all the same, to count a real run with the same eyes.
+    """
+
+    def __init__(self, live: Live, *, compute: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: dict[str, int] = {}
+        self._live = live
+        self._compute = compute
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Run one operator, or let it be."""
+        kwargs = kwargs or {}
+        self._live.runs(func)
+        result = self._run(func, args, kwargs)
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=result)
+            self.flops[self._live.phase] = self.flops.get(self._live.phase, 0) + flops
+        for tensor in _tensors([result]):
+            self._live.add(tensor)
+        return result
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inputs = list(_tensors([args, kwargs]))
+        if self._compute or func.is_view or func in _HIDDEN_VIEWS or func is _ATEN.set_.source_Storage_storage_offset:
+            return func(*args, **kwargs)
+        if any(tensor.is_meta for tensor in inputs):
+            return func(*args, **kwargs)
+        reads_hollow = any(self._live.is_hollow(tensor) for tensor in inputs)
+        if reads_hollow and func in _ANSWERS:
+            answer = _ANSWERS[func]
+            return inputs[0].new_zeros(()).item() if answer is None else answer
+        written = _written(func, args, kwargs)
+        if written is not None:
+            return written[0] if reads_hollow else func(*args, **kwargs)
+        try:
+            shapes = _SHAPES.get(func, _on_meta)(func, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if reads_hollow:
+                raise ConfigError(
+                    f"{func} in {self._live.phase}: its result has no shape without data, which a dry run does not "
+                    "have: leave the part of the model out, or measure a real run"
+                ) from error
+            return func(*args, **kwargs)
+        if not reads_hollow and all(shape.nbytes <= SMALL_BYTES for shape in _tensors([shapes])):
+            return func(*args, **kwargs)
+        return _map(self._empty, shapes)
+
+    def _empty(self, shape: Tensor) -> Tensor:
+        if shape.nbytes <= SMALL_BYTES:
+            zeros = torch.from_numpy(numpy.zeros(shape.untyped_storage().nbytes(), dtype=numpy.uint8))
+            return zeros.view(shape.dtype).as_strided(shape.shape, shape.stride())
+        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        self._live.add(made, hollow=True)
+        return made
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """Return what an operator returns that only writes to its arguments; None for other operators."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    by_alias = {
+        alias: values.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for alias in argument.alias_info.before_set
+    }
+    results = []
+    for returned in schema.returns:
+        aliases = returned.alias_info.before_set if returned.alias_info is not None else ()
+        if not aliases:
+            return None
+        results.append(by_alias[next(iter(aliases))])
+    return (None if not results else results[0] if len(results) == 1 else tuple(results),)
+
+
+def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    moved = _map(_meta, kwargs)
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        moved["device"] = torch.device("meta")
+        moved.pop("pin_memory", None)
+    return func(*_map(_meta, args), **moved)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _normalization(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the shapes of a norm on the CPU, whose statistics have the weight's dtype (the input's without one)."""
+    output, *statistics = _on_meta(func, args, kwargs)
+    weight = next((tensor for tensor in args[1:] if isinstance(tensor, Tensor)), args[0])
+    return output, *(each.to(weight.dtype) for each in statistics)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
+
+
+# torch's table has attention on accelerators only.
+_FLOPS = MappingProxyType(
+    flop_registry
+    | {
+        _ATEN._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(  # type: ignore[no-untyped-call]
+            _attention_flops
+        ),
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(  # type: ignore[no-untyped-call]
+            _attention_backward_flops
+        ),
+    }
+)
+# Where torch's own function for the meta device gives what an accelerator returns.
+_SHAPES = MappingProxyType(
+    {_ATEN.native_layer_norm.default: _normalization, _ATEN.native_group_norm.default: _normalization}
+)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+
+
+def _map(change: Any, values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, list | tuple):
+        return type(values)(_map(change, value) for value in values)
+    if isinstance(values, dict):
+        return {key: _map(change, value) for key, value in values.items()}
+    return values
