@@ -1,5 +1,8 @@
 """Saves beside training: isolated from later updates, their errors reach every rank at one step, none is lost."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ import pytest
 import shardwise
 from shardwise.checkpoint.folder import find_checkpoints, read_latest
 from shardwise.checkpoint.save import SaveJob
+from shardwise.checkpoint.verify import verify_files
 from shardwise.comm.base import Comm
 from shardwise.errors import CheckpointError, StateError
 from shardwise.managed import Managed
@@ -143,3 +147,49 @@ def test_two_models_save_at_once(tmp_path: Path) -> None:
 
     run_ranks(2, body)
     assert read_latest(tmp_path / "first") == read_latest(tmp_path / "second") == "step-0"
+
+
+SCRIPT = """
+import sys, time, torch, shardwise
+from torch import nn
+from shardwise.checkpoint.save import SaveJob
+from shardwise.comm.fake import LocalComm
+
+net = shardwise.shard(nn.Linear(2048, 2048), {"data": LocalComm()}, stage=1)
+write = SaveJob._write
+
+def slow(self, temporary):
+    time.sleep(0.5)
+    return write(self, temporary)
+
+SaveJob._write = slow
+shardwise.save_checkpoint(net, sys.argv[1], tag="one", background=True)
+"""
+
+
+def end_with(last_line: str, folder: Path, fault: str = "") -> tuple[int, str]:
+    told = subprocess.run(
+        [sys.executable, "-c", SCRIPT + last_line, folder],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "SHARDWISE_FAULT": fault},
+    )
+    return told.returncode, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("last_line", ["", "sys.exit(0)"])
+def test_a_script_that_ends_finishes_its_save(last_line: str, tmp_path: Path) -> None:
+    status, told = end_with(last_line, tmp_path)
+    assert (status, told) == (0, "")
+    verify_files(tmp_path / "one")
+    assert read_latest(tmp_path) == "one"
+
+
+def test_a_save_that_fails_after_the_end_is_told_and_changes_the_exit_status(tmp_path: Path) -> None:
+    status, told = end_with("print('last words', end='')", tmp_path, "save.before_manifest:0:1:enospc")
+    assert status == 1
+    assert "last words" in told
+    assert f"the save in the background to {tmp_path / 'one'} was not finished" in told
+    assert "No space left" in told

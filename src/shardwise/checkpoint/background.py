@@ -3,13 +3,17 @@
 It reads the live state until that is about to change; what is not written then is copied (``blocks.Held``).
 
 The thread meets those of the other ranks through the council of its own. While a save is pending, every optimizer
-step asks all ranks how it stands, so an error reaches the same step everywhere.
+step asks all ranks how it stands, so an error reaches the same step everywhere. A process that ends finishes its
+saves first.
 """
 
 import atexit
+import contextlib
+import logging
+import os
 import sys
 import threading
-import warnings
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +30,7 @@ __all__ = ["PendingSave"]
 
 _WRITE_SECONDS = 3600.0  # how long the threads of the ranks wait for the slowest disk
 _ASK_SECONDS = 1.0
+_FAREWELL_SECONDS = 5.0  # rank 0, which may hold the store, leaves last
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -42,23 +47,19 @@ class PendingSave:
                 held.secure()
         self._problem = ""
         self._reported = False
-        council = Council(managed.mesh, f"save-{job.save_id}")
-        self._exchange = lambda what, text: council.round(f"save_checkpoint: {what}", text, seconds=_WRITE_SECONDS)
+        self._council = Council(managed.mesh, f"save-{job.save_id}")
+        self._met = 0.0  # when this rank began to wait for its peers; 0: it does not
         self._thread = threading.Thread(target=self._run, name=f"save {job.options.tag}", daemon=True)
         managed.pending_save = self
         managed.runtime.before_change.append(self._secure)
         managed.before_step.append(self._ask)
-        atexit.register(self._at_exit)
+        _leaving.pending.append(self)
         self._thread.start()
 
     @property
     def path(self) -> Path:
         """Where the checkpoint will be."""
         return self._job.options.target
-
-    def is_done(self) -> bool:
-        """Whether this rank's part is over, well or not. No collective."""
-        return not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait until the save is over on all ranks. Collective.
@@ -77,6 +78,13 @@ class PendingSave:
                 self._job.run(self._exchange)
         except BaseException as error:
             self._problem = describe(error) or type(error).__name__
+
+    def _exchange(self, what: str, text: str) -> list[str]:
+        self._met = time.monotonic()
+        try:
+            return self._council.round(f"save_checkpoint: {what}", text, seconds=_WRITE_SECONDS)
+        finally:
+            self._met = 0.0
 
     def _secure(self) -> None:
         """The state is about to change: copy what is not written yet."""
@@ -100,11 +108,66 @@ class PendingSave:
         self._managed.pending_save = None
         self._managed.runtime.before_change.remove(self._secure)
         self._managed.before_step.remove(self._ask)
-        atexit.unregister(self._at_exit)
+        _leaving.pending.remove(self)
 
-    def _at_exit(self) -> None:
-        """Let a process that ends well finish its save; one that failed does not wait for its peers."""
-        if getattr(sys, "last_value", None) is None:
-            self._thread.join(round_seconds())
-            if self._problem:
-                warnings.warn(self._problem, stacklevel=1)
+    def finish(self) -> str:
+        """Let a process that ends finish its save; return what went wrong.
+
+        Its own part may take any time; for its peers it waits ``round_seconds()``.
+        """
+        begin, limit = time.monotonic(), round_seconds()
+        while self._thread.is_alive():
+            self._thread.join(_ASK_SECONDS)
+            met = self._met
+            if met and time.monotonic() - max(begin, met) > limit:
+                return f"other ranks did not come within {limit:g} s"
+        if not self._problem:
+            self._say_farewell()
+        return self._problem
+
+    def _say_farewell(self) -> None:
+        topic = f"save-{self._job.save_id}/over"
+        for comm in self._managed.mesh.values():
+            comm.announce(topic, "")
+        if self._council.rank == 0:
+            for comm in self._managed.mesh.values():
+                comm.announced(topic, _FAREWELL_SECONDS)
+
+
+class _Leaving:
+    """What this process does about its pending saves when it ends well; one that failed waits for nobody."""
+
+    def __init__(self) -> None:
+        self.pending: list[PendingSave] = []
+        self._has_failed = False
+        # Not atexit: that is after executors take no more work. Executors are told in this way too, and later.
+        threading._register_atexit(self._finish)  # type: ignore[attr-defined]
+        atexit.register(self._exit)
+        os.register_at_fork(after_in_child=self.pending.clear)
+
+    def _finish(self) -> None:
+        for each in [] if getattr(sys, "last_value", None) else list(self.pending):
+            try:
+                problem = each.finish()
+            except BaseException as error:
+                problem = describe(error) or type(error).__name__
+            if problem:
+                self._has_failed = True
+                _tell(f"shardwise: the save in the background to {each.path} was not finished: {problem}")
+
+    def _exit(self) -> None:
+        """Turn the exit status; nothing milder can."""
+        if self._has_failed:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(1)
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
+_leaving = _Leaving()
