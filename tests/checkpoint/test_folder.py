@@ -21,6 +21,7 @@ import shardwise
 from shardwise.checkpoint import folder as folder_module
 from shardwise.checkpoint import manifest as manifest_module
 from shardwise.checkpoint import save as save_module
+from shardwise.checkpoint.doors.outgoing import find_checkpoint
 from shardwise.checkpoint.folder import clear_leftovers, commit, make_temporary, read_latest, write_latest
 from shardwise.checkpoint.names import MANIFEST, read_small
 from shardwise.checkpoint.verify import verify_files
@@ -103,6 +104,24 @@ def test_what_is_no_file_of_this_folder_is_refused(
 
     text = refused(folder, replace)
     assert place.split("/")[-1] in text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_folder_that_a_user_names_may_be_a_link(background: bool, tmp_path: Path) -> None:
+    net, _ = build({"data": LocalComm()}, 1)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    saved = shardwise.save_checkpoint(net, tmp_path / "link", tag="one", background=background, keep_last=1)
+    (tmp_path / "link").unlink()  # it was followed already
+    shardwise.wait_for_save(net)
+    (tmp_path / "link").symlink_to("real")
+    assert saved == tmp_path / "real" / "one"
+    assert shardwise.load_checkpoint(net, tmp_path / "link").tag == "one"
+    assert read_latest(tmp_path / "link") == "one"
+    assert find_checkpoint(tmp_path / "link") == tmp_path / "link" / "one"
+    (tmp_path / "real" / "two").symlink_to("one")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        shardwise.load_checkpoint(net, tmp_path / "link", tag="two")
 
 
 @pytest.mark.needs_root

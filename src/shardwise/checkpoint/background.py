@@ -167,7 +167,8 @@ class _Leaving:
 
 def _tell(text: str) -> None:
     with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 _leaving = _Leaving()

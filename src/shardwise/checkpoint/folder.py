@@ -71,14 +71,14 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_latest(folder: Path) -> str | None:
-    """Return the tag that ``latest`` names; None if there is no such file.
+    """Return the tag that ``latest`` names; None if there is no such file. The folder itself may be a link.
 
     Raises:
         CheckpointError: it holds no tag.
     """
     if not os.path.lexists(folder / LATEST):
         return None
-    text = read_small(folder, LATEST, _LATEST_BYTES).decode(errors="replace").removesuffix("\n")
+    text = read_small(Path(os.path.realpath(folder)), LATEST, _LATEST_BYTES).decode(errors="replace").removesuffix("\n")
     if not is_tag(text):
         raise CheckpointError(f"{folder / LATEST}: names {text!r}, which is no tag of a checkpoint")
     return text
@@ -231,10 +231,10 @@ def sync_folder(path: Path) -> None:
         os.close(opened)
 
 
-def removable(found: Collection[Found], keep_last: int, keep: Collection[str], newest: str) -> Iterator[Found]:
-    """Yield the checkpoints that retention lets go: neither among the last ones, nor named, nor the one just saved."""
+def removable(found: Collection[Found], keep_last: int, keep: Collection[str]) -> Iterator[Found]:
+    """Yield the checkpoints that retention lets go: neither among the last ones, nor to be kept."""
     whole = [each for each in found if not each.problem]
-    last = {each.tag for each in whole[-keep_last:]} | {newest}
+    last = {each.tag for each in whole[-keep_last:]}
     for each in whole:
         if each.tag not in last and each.tag not in keep:
             yield each

@@ -1,6 +1,6 @@
 """Saving: every rank writes its part into a private directory, all agree, one rename makes it visible.
 
-``SaveJob.run`` is the whole protocol; it works in the calling thread or, on a snapshot, in one of its own
+``SaveJob.run`` is the whole protocol; it works in the calling thread, or in one of its own beside training
 (``background.py``). Whatever goes wrong on any rank, all ranks raise the same error and nothing is visible.
 """
 
@@ -23,6 +23,7 @@ from shardwise.checkpoint.folder import (
     commit,
     find_checkpoints,
     make_temporary,
+    read_latest,
     removable,
     remove,
     write_latest,
@@ -223,8 +224,10 @@ class SaveJob:
         options = self.options
         if self.rank or options.keep_last is None:
             return []
+        named = read_latest(options.folder)  # it may name an older one
+        keep = {*options.keep, options.tag, *([named] if named else [])}
         found = find_checkpoints(options.folder)
-        return [each.tag for each in removable(found, options.keep_last, options.keep, options.tag)][:_MOST_REMOVED]
+        return [each.tag for each in removable(found, options.keep_last, keep)][:_MOST_REMOVED]
 
     def _later(self, exchange: Exchange, outcome: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of what follows the commit; ``outcome`` is what a failure leaves undone."""
