@@ -15,8 +15,9 @@ import shardwise
 from shardwise.checkpoint.folder import find_checkpoints, read_latest
 from shardwise.checkpoint.save import SaveJob
 from shardwise.checkpoint.verify import verify_files
-from shardwise.comm.base import Comm
-from shardwise.errors import CheckpointError, StateError
+from shardwise.comm.base import Comm, flat_rank
+from shardwise.comm.fake import LocalComm
+from shardwise.errors import CheckpointError, RankMismatchError, StateError
 from shardwise.managed import Managed
 from shardwise.testing.ranks import run_ranks
 
@@ -147,6 +148,54 @@ def test_two_models_save_at_once(tmp_path: Path) -> None:
 
     run_ranks(2, body)
     assert read_latest(tmp_path / "first") == read_latest(tmp_path / "second") == "step-0"
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with held(monkeypatch) as go:
+        net, _ = build({"data": LocalComm()}, 1)
+        shardwise.save_checkpoint(net, "saved", tag="one", background=True)
+        monkeypatch.chdir(tmp_path)
+        go.set()
+        assert shardwise.wait_for_save(net) == tmp_path / "a" / "saved" / "one"
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "wait_for_save"])
+def test_a_call_by_one_rank_while_a_save_is_pending_names_the_other(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_ROLL_CALL_SECONDS", "0.5")
+
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 2)
+        shardwise.save_checkpoint(net, tmp_path, tag="a", background=True)
+        if flat_rank(mesh) == 0:
+            with pytest.raises(RankMismatchError, match=f"{call} is collective.* rank 1 did not"):
+                getattr(shardwise, call)(net, *([] if call == "wait_for_save" else [tmp_path]))
+            mesh["data"].announce("told", "")
+        else:
+            mesh["data"].announce("told", "")
+            mesh["data"].announced("told", 20)
+            with pytest.raises(RankMismatchError):
+                Managed.of(net).council.round("another")  # rank 0 has made this round
+        assert shardwise.wait_for_save(net) == tmp_path / "a"
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_differ_about_a_pending_save_are_told(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> str:
+        net, _ = build(mesh, 2)
+        shardwise.save_checkpoint(net, tmp_path, tag="a", background=True)
+        with pytest.raises(RankMismatchError, match="unlike arguments") as caught:
+            shardwise.save_checkpoint(net, tmp_path, tag="b", when_pending="refuse" if flat_rank(mesh) else "wait")
+        shardwise.wait_for_save(net)
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
 
 
 SCRIPT = """

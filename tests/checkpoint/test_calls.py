@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -197,16 +198,102 @@ def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None
     assert tree(tmp_path) == {"a", "a/mine"}
 
 
-def test_unlike_arguments_are_told_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"tag": ("a", "b")},
+        {"background": (True, False)},
+        {"when_pending": ("wait", "refuse")},
+        {"exclude_frozen": (True, False)},
+    ],
+    ids=str,
+)
+def test_unlike_arguments_are_told_on_all_ranks(unlike: dict[str, Any], tmp_path: Path) -> None:
     def body(mesh: Mapping[str, Comm]) -> str:
         net, _ = build(mesh, 2)
-        with pytest.raises(CheckpointError, match="unlike arguments") as caught:
-            shardwise.save_checkpoint(net, tmp_path, tag=f"rank{flat_rank(mesh)}")
+        own = {name: values[flat_rank(mesh)] for name, values in unlike.items()}
+        with pytest.raises(RankMismatchError, match="unlike arguments") as caught:
+            shardwise.save_checkpoint(net, tmp_path, **own)
         return str(caught.value)
 
     first, second = on_two(body)
     assert first == second
     assert not tree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "kind", "text"),
+    [
+        ({"folder": "x" * 300}, CheckpointError, "File name too long"),
+        ({"folder": "~nouser/x"}, ConfigError, "home"),
+        ({"folder": None}, ConfigError, "folder None"),
+        ({"keep": "best"}, ConfigError, "keep holds tags"),
+        ({"keep": 3}, CheckpointError, "not iterable"),
+        ({"when_pending": "never"}, ConfigError, "when_pending"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all", "one"])
+def test_a_wrong_argument_on_any_rank_is_the_same_error_on_all(
+    own: dict[str, Any],
+    kind: type[Exception],
+    text: str,
+    who: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def body(mesh: Mapping[str, Comm]) -> str:
+        net, _ = build(mesh, 2)
+        options = {"folder": "y"} | (own if flat_rank(mesh) in who else {})
+        with pytest.raises(kind, match=text) as caught:
+            shardwise.save_checkpoint(net, **options)
+        return str(caught.value)
+
+    first, second = on_two(body)
+    assert first == second
+    assert not tree(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["~nouser/x", "x" * 300, "a\0b", None, 3], ids=str)
+def test_a_folder_that_cannot_be_on_one_rank_is_an_error_of_a_load_on_all(folder: Any, tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 2)
+        shardwise.save_checkpoint(net, tmp_path)
+        with pytest.raises(CheckpointError, match="nothing was loaded"):
+            shardwise.load_checkpoint(net, folder if flat_rank(mesh) else tmp_path)
+
+    on_two(body)
+
+
+def test_only_what_ranks_told_each_other_decides_whether_a_name_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.path.lexists
+    calling = threading.local()
+
+    def looks(path: Any) -> bool:
+        return real(path) or (Path(path) == tmp_path / "a" and getattr(calling, "rank", 0) == 1)
+
+    def body(mesh: Mapping[str, Comm]) -> str:
+        net, _ = build(mesh, 2)
+        calling.rank = flat_rank(mesh)  # a file system that shows rank 1 something else
+        with pytest.raises(CheckpointError, match="left alone") as caught:
+            shardwise.save_checkpoint(net, tmp_path, tag="a")
+        return str(caught.value)
+
+    monkeypatch.setattr(os.path, "lexists", looks)
+    first, second = on_two(body)
+    assert first == second
+
+
+def test_names_to_keep_have_no_order(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 2)
+        shardwise.save_checkpoint(net, tmp_path, keep=("b", "a") if flat_rank(mesh) else ("a", "b"))
+
+    on_two(body)
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "full_state_dict", "full_parameters"])
@@ -347,6 +434,18 @@ def test_retention_keeps_the_last_and_the_named(tmp_path: Path) -> None:
     on_two(body)
     assert [each.tag for each in find_checkpoints(tmp_path)] == ["step-1", "step-4", "step-5"]
     assert read_latest(tmp_path) == "step-5"
+
+
+def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> int:
+        net, _ = build(mesh, 3)
+        shardwise.save_checkpoint(net, tmp_path, step=0)
+        for step in (1, 2):
+            shardwise.save_checkpoint(net, tmp_path, step=step, set_latest=False, keep_last=1)
+        return shardwise.load_checkpoint(net, tmp_path, rng=False).step
+
+    assert on_two(body) == [0, 0]
+    assert [each.tag for each in find_checkpoints(tmp_path)] == ["step-0", "step-2"]
 
 
 def test_retention_never_removes_the_only_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

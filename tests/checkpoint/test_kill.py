@@ -109,6 +109,7 @@ def wait_for_a_save_of_a_killed_rank(mesh: Mapping[str, Comm]) -> None:
     with tempfile.TemporaryDirectory() as made:
         comm.announce("folder", made)
         folder = comm.announced("folder", 20)[0]
+        os.environ["SHARDWISE_ROLL_CALL_SECONDS"] = "5"
         os.environ["SHARDWISE_FAULT"] = "save.after_first_file:1:1:kill"
         shardwise.save_checkpoint(net, folder, background=True)
         shardwise.wait_for_save(net)

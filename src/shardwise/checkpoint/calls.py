@@ -1,6 +1,7 @@
 """What users call: ``save_checkpoint`` and ``load_checkpoint``."""
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from shardwise.checkpoint.contents import Contents, Stateful, collect_contents
 from shardwise.checkpoint.load import Loaded, load, raise_together
 from shardwise.checkpoint.match import LoadOptions
 from shardwise.checkpoint.names import MANIFEST, check_tag
-from shardwise.checkpoint.save import SaveJob, SaveOptions, free_bytes, new_save_id
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.checkpoint.save import SaveJob, SaveOptions, describe, free_bytes, new_save_id
+from shardwise.errors import CheckpointError, ConfigError, RankMismatchError, StateError
 from shardwise.faults import fault_point
 from shardwise.hooks import backward_is_running
 from shardwise.managed import Managed
@@ -25,6 +26,7 @@ __all__ = ["load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 _SHOWN = 4000
 _SPARE_BYTES = 1 << 20
+_KINDS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "StateError": StateError}
 
 
 @torch.no_grad()
@@ -50,7 +52,7 @@ def save_checkpoint(
 
     Args:
         model: what ``shard`` returned.
-        folder: of the run's checkpoints, shared by all ranks; made if it does not exist.
+        folder: of the run's checkpoints, shared by all ranks; made if it does not exist. It may be a link.
         tag: name of the checkpoint; None: ``step-<step>``.
         step: updates so far, for names and order; None: steps of the model's optimizers.
         objects: schedulers, loaders, ... by name: what has ``state_dict`` and ``load_state_dict`` of plain values.
@@ -58,11 +60,12 @@ def save_checkpoint(
         overwrite: replace a checkpoint of the same tag; otherwise that is an error.
         set_latest: let the file ``latest`` name it, which is what loads by default.
         exclude_frozen: leave out parameters that do not train; it loads with ``strict=False`` only.
-        keep_last: remove whole checkpoints but the last so many, once this one was read back; None: keep all.
+        keep_last: remove whole checkpoints but the last so many and what ``latest`` names, once this one was read back;
+            None: keep all.
         keep: tags that are never removed.
         background: return at once. The state is written beside the next forward and backward; what is left when the
             optimizer is about to change it is copied to host memory. What goes wrong is raised by an optimizer step
-            that follows, on all ranks. ``wait_for_save`` waits for the end.
+            that follows, on all ranks. ``wait_for_save`` waits for the end, and so does a process that ends well.
         when_pending: what to do if a save in the background goes on: "wait" for it, or "refuse" with an error.
 
     Returns:
@@ -76,45 +79,38 @@ def save_checkpoint(
     """
     managed = Managed.of(model)
     _check_no_backward("save_checkpoint")
-    if when_pending not in ("wait", "refuse"):
-        raise ConfigError(f'when_pending must be "wait" or "refuse", got {when_pending!r}')
-    rank = managed.council.rank
-    if managed.pending_save is not None and when_pending == "wait":
-        managed.pending_save.wait()
+    _end_pending(managed, "save_checkpoint", when_pending)
     number = managed.runtime.num_steps if step is None else step
-    problem, options, contents = "", None, None
+    how = f"background={bool(background)}, when_pending={when_pending!r}, exclude_frozen={bool(exclude_frozen)}"
+    facts: dict[str, Any] = {"save_id": new_save_id(), "how": how, "kind": "", "problem": ""}
+    job = None
     try:
-        fault_point("save.begin", rank)
+        fault_point("save.begin", managed.council.rank)
+        if when_pending not in ("wait", "refuse"):
+            raise ConfigError(f'when_pending must be "wait" or "refuse", got {when_pending!r}')
         if managed.pending_save is not None:
             raise StateError(f"a save to {managed.pending_save.path} goes on: wait() for it first")
         if any(unit.pins for unit in managed.runtime.units):
             raise StateError("save_checkpoint: inside unsharded(): leave it first")
         options = _options(folder, tag, number, overwrite, set_latest, keep_last, keep)
+        facts["how"] = f"{options!r}, {how}"
         contents = collect_contents(managed, objects or {}, user_state)
         if exclude_frozen:
             contents = contents.without_frozen()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        kind: type[Exception] = type(error) if isinstance(error, ConfigError | StateError) else CheckpointError
-    job = None
-    facts: dict[str, Any] = {"problem": problem[:_SHOWN], "save_id": new_save_id()}
-    if options is not None and contents is not None:
         job = _job(managed, options, contents, facts["save_id"])
-        facts |= {"options": repr(options), "bytes": job.num_bytes, "free": free_bytes(options.folder)}
+        facts |= {"bytes": job.num_bytes, "free": free_bytes(job.options.folder), "taken": _taken(job.options)}
         facts["buffers"] = _buffer_codes(contents)
+    except Exception as error:
+        facts["kind"] = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "CheckpointError")
+        facts["problem"] = describe(error)[:_SHOWN]
     answers = [json.loads(text) for text in managed.council.round("save_checkpoint", json.dumps(facts))]
-    said = [answer["problem"] for answer in answers]
-    if any(said):
-        if not problem:
-            kind = CheckpointError
-        try:
-            raise_together(said, "nothing was saved")
-        except CheckpointError as error:
-            raise kind(str(error)) from None
+    _raise_problems(answers)
     assert job is not None
-    assert options is not None
-    _check_alike(answers, options)
-    job = replace(job, save_id=answers[0]["save_id"], contents=_without_copies(answers, rank, job.contents))
+    _check_alike([answer["how"] for answer in answers])
+    _check_place(answers, job.options)
+    job = replace(
+        job, save_id=answers[0]["save_id"], contents=_without_copies(answers, managed.council.rank, job.contents)
+    )
     if background:
         return PendingSave(managed, job).path
     return job.run(lambda what, text: _exchange(managed, what, text))
@@ -128,9 +124,9 @@ def wait_for_save(model: nn.Module) -> Path | None:
 
     Raises:
         CheckpointError: it failed, on any rank; the same on all.
+        RankMismatchError: a save goes on and some rank did not call it.
     """
-    pending = Managed.of(model).pending_save
-    return None if pending is None else pending.wait()
+    return _end_pending(Managed.of(model), "wait_for_save")
 
 
 def load_checkpoint(
@@ -176,8 +172,7 @@ def load_checkpoint(
     managed.clear_failed_backward()
     if any(unit.pins for unit in managed.runtime.units):
         raise StateError("load_checkpoint: inside unsharded(): leave it first")
-    if managed.pending_save is not None:
-        managed.pending_save.wait()
+    _end_pending(managed, "load_checkpoint")
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
@@ -185,12 +180,29 @@ def load_checkpoint(
         rng=rng,
         strict_owner=strict_owner,
     )
-    return load(managed, Path(folder).expanduser(), tag, objects or {}, options, verify=verify)
+    return load(managed, _source(folder), tag, objects or {}, options, verify=verify)
 
 
 def _check_no_backward(what: str) -> None:
     if backward_is_running():
         raise StateError(f"{what}: inside a backward: call it between steps")
+
+
+def _end_pending(managed: Managed, call: str, when: str = "wait") -> Path | None:
+    """Wait for the save that goes on, if that is what to do; return where it went."""
+    pending = managed.pending_save
+    if pending is None:
+        return None
+    _check_alike(managed.council.round(call, f"when_pending={when!r}"))
+    return pending.wait() if when == "wait" else None
+
+
+def _source(folder: str | Path) -> Path:
+    """Return where a folder to load from is; one that cannot be stays as given, and all ranks learn what is missing."""
+    try:
+        return Path(os.path.realpath(os.path.expanduser(folder)))
+    except (TypeError, ValueError, OSError):
+        return Path(str(folder))
 
 
 def _options(
@@ -206,20 +218,27 @@ def _options(
         raise ConfigError(f"step must be a whole number, at least 0, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ConfigError(f"keep_last must be at least 1, got {keep_last!r}")
+    if isinstance(keep, str):
+        raise ConfigError(f"keep holds tags, got the text {keep!r}: pass keep=({keep!r},)")
+    try:
+        place = Path(folder).expanduser().absolute()  # it stays the same when the current directory changes
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"folder {folder!r}: {describe(error)}") from None
     return SaveOptions(
-        folder=Path(folder).expanduser(),
+        folder=place,
         tag=check_tag(f"step-{step}" if tag is None else tag),
         step=step,
         overwrite=bool(overwrite),
         set_latest=bool(set_latest),
         keep_last=keep_last,
-        keep=tuple(check_tag(each) for each in keep),
+        keep=tuple(sorted(check_tag(each) for each in keep)),
     )
 
 
 def _job(managed: Managed, options: SaveOptions, contents: Contents, save_id: str) -> SaveJob:
+    """Return this rank's part; a link to the folder is followed here, and not again."""
     return SaveJob(
-        options=options,
+        options=replace(options, folder=Path(os.path.realpath(options.folder))),
         contents=contents,
         mesh=tuple((axis, comm.size) for axis, comm in managed.mesh.items()),
         sharding=str(managed.settings.default),
@@ -229,12 +248,24 @@ def _job(managed: Managed, options: SaveOptions, contents: Contents, save_id: st
     )
 
 
-def _check_alike(answers: list[dict[str, Any]], options: SaveOptions) -> None:
-    """Check what all ranks said before anything is written."""
-    unlike = {answer["options"]: rank for rank, answer in reversed(list(enumerate(answers)))}
+def _raise_problems(answers: list[dict[str, Any]]) -> None:
+    """Raise the same on all ranks if some cannot save."""
+    kind = next((answer["kind"] for answer in answers if answer["kind"]), "")
+    try:
+        raise_together([answer["problem"] for answer in answers], "nothing was saved")
+    except CheckpointError as error:
+        raise _KINDS.get(kind, CheckpointError)(str(error)) from None
+
+
+def _check_alike(said: list[str]) -> None:
+    unlike = {text: rank for rank, text in reversed(list(enumerate(said)))}
     if len(unlike) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(unlike.items(), key=lambda item: item[1]))
-        raise CheckpointError(f"ranks save with unlike arguments, nothing was saved: {listed}")
+        raise RankMismatchError(f"ranks save with unlike arguments, nothing was saved: {listed}")
+
+
+def _check_place(answers: list[dict[str, Any]], options: SaveOptions) -> None:
+    """Check what all ranks said of the disk; what changes later, writing tells."""
     needed = sum(answer["bytes"] for answer in answers) + _SPARE_BYTES
     free = min(answer["free"] for answer in answers)
     if needed > free:
@@ -242,12 +273,19 @@ def _check_alike(answers: list[dict[str, Any]], options: SaveOptions) -> None:
             f"{options.folder}: checkpoint {options.tag!r} needs {needed:,} bytes and {free:,} are free; nothing was "
             "written. Remove old checkpoints, or pass keep_last"
         )
-    taken = options.target
-    if taken.exists() or taken.is_symlink():
-        if taken.is_symlink() or not (taken / MANIFEST).exists():
-            raise CheckpointError(f"{taken}: exists and is no checkpoint; it is left alone. Choose another tag")
-        if not options.overwrite:
-            raise CheckpointError(f"{taken}: exists already: choose another tag, or pass overwrite=True")
+    taken = next((answer["taken"] for answer in answers if answer["taken"]), "")
+    if taken:
+        raise CheckpointError(f"{options.target}: {taken}")
+
+
+def _taken(options: SaveOptions) -> str:
+    """Return why the place of the checkpoint cannot be had, as this rank sees it."""
+    target = options.target
+    if not os.path.lexists(target):
+        return ""
+    if target.is_symlink() or not (target / MANIFEST).exists():
+        return "exists and is no checkpoint; it is left alone. Choose another tag"
+    return "" if options.overwrite else "exists already: choose another tag, or pass overwrite=True"
 
 
 def _buffer_codes(contents: Contents) -> dict[str, int]:
