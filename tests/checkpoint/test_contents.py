@@ -14,7 +14,7 @@ from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.verify import verify_files
 from shardwise.comm.base import Comm
 from shardwise.comm.fake import LocalComm
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, ConfigError, RankMismatchError, StateError
 from shardwise.testing.ranks import run_ranks
 
 from .case import build
@@ -304,3 +304,13 @@ def test_nested_schedulers_keep_their_methods(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="LinearLR would replace its"):
         shardwise.load_checkpoint(net, tmp_path, objects={"scheduler": scheduler})
     assert callable(scheduler._schedulers[1].get_lr)
+
+
+def test_ranks_load_in_the_same_way(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 3)
+        shardwise.save_checkpoint(net, tmp_path)
+        with pytest.raises(RankMismatchError, match="unlike arguments"):
+            shardwise.load_checkpoint(net, tmp_path, strict=mesh["data"].rank == 0)
+
+    run_ranks(2, body, timeout=20)

@@ -56,7 +56,7 @@ def save_checkpoint(
         tag: name of the checkpoint; None: ``step-<step>``.
         step: updates so far, for names and order; None: steps of the model's optimizers.
         objects: schedulers, loaders, ... by name: what has ``state_dict`` and ``load_state_dict`` of plain values.
-        user_state: anything that JSON can say; ``load_checkpoint`` returns it.
+        user_state: anything that JSON can say; ``load_checkpoint`` returns rank 0's.
         overwrite: replace a checkpoint of the same tag; otherwise that is an error.
         set_latest: let the file ``latest`` name it, which is what loads by default.
         exclude_frozen: leave out parameters that do not train; it loads with ``strict=False`` only.
@@ -74,7 +74,7 @@ def save_checkpoint(
     Raises:
         ConfigError: an argument is wrong, or something cannot be kept.
         CheckpointError: it was not saved (the message says what and where); the same on all ranks.
-        StateError: inside a backward, or a save goes on and ``when_pending`` is "refuse".
+        StateError: inside a backward or ``unsharded``, or a save goes on and ``when_pending`` is "refuse".
         RankMismatchError: some rank did not call it, or with other arguments.
     """
     managed = Managed.of(model)
@@ -165,7 +165,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or does not fit; lists everything; the same on all ranks.
         StateError: inside a backward, or inside ``unsharded``.
-        RankMismatchError: some rank did not call it, or loads another checkpoint.
+        RankMismatchError: some rank did not call it, loads another checkpoint, or with other arguments.
     """
     managed = Managed.of(model)
     _check_no_backward("load_checkpoint")

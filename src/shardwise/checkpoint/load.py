@@ -88,7 +88,7 @@ def load(
     """Load a checkpoint on every rank; see ``load_checkpoint``."""
     council = managed.council
     rank, num_ranks = council.rank, council.size
-    path, manifest = _open(managed, folder, tag)
+    path, manifest = _open(managed, folder, tag, f"{options!r}, verify={verify}")
     check = _Together(managed, f"{path} was not loaded, the model is as it was")
     doubt = check.do("owners", lambda: _check_owners(path, manifest, options))
     matched, user = check.do(
@@ -164,8 +164,8 @@ def raise_together(said: list[str], outcome: str) -> None:
         raise CheckpointError(f"{outcome}. {listed[:_SHOWN]}")
 
 
-def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manifest]:
-    """Let all ranks find the same manifest."""
+def _open(managed: Managed, folder: Path, tag: str | None, how: str) -> tuple[Path, Manifest]:
+    """Let all ranks find the same manifest, and load it in the same way."""
     problem, manifest, found = "", None, ""
     try:
         fault_point("load.begin", managed.council.rank)
@@ -177,12 +177,16 @@ def _open(managed: Managed, folder: Path, tag: str | None) -> tuple[Path, Manife
     identity = manifest.save_id if manifest else ""
     answers = [
         json.loads(text)
-        for text in managed.council.round("load_checkpoint", json.dumps([problem[:_SHOWN], found, identity]))
+        for text in managed.council.round("load_checkpoint", json.dumps([problem[:_SHOWN], found, identity, how]))
     ]
-    raise_together([text for text, _, _ in answers], f"nothing was loaded from {folder}")
-    if manifest is None or len({(name, save) for _, name, save in answers}) > 1:
-        listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, _) in enumerate(answers))
+    raise_together([text for text, *_ in answers], f"nothing was loaded from {folder}")
+    if manifest is None or len({(name, save) for _, name, save, _ in answers}) > 1:
+        listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, *_) in enumerate(answers))
         raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
+    said = [how for *_, how in answers]
+    if len(set(said)) > 1:
+        listed = "; ".join(f"rank {rank}: {how}" for rank, how in enumerate(said))
+        raise RankMismatchError(f"ranks load with unlike arguments, nothing was loaded: {listed}")
     return folder / found, manifest
 
 
