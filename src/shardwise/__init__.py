@@ -38,6 +38,7 @@ from shardwise.initial.weights import from_weights
 from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.sharding import Sharding, hybrid, stage_sharding
+from shardwise.simulation.calls import Simulation, Verification, simulate, verify
 from shardwise.start import initialize
 
 __version__ = "0.1.0"
@@ -57,7 +58,9 @@ __all__ = [
     "ShardedOptimizer",
     "Sharding",
     "ShardwiseError",
+    "Simulation",
     "StateError",
+    "Verification",
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -80,8 +83,10 @@ __all__ = [
     "scale_loss",
     "shard",
     "shard_optimizer",
+    "simulate",
     "stage_sharding",
     "unshard_model",
     "unsharded",
+    "verify",
     "wait_for_save",
 ]

@@ -14,7 +14,9 @@ from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.launch import LAUNCH_SETTINGS, launch
+from shardwise.cli.simulate import simulate
 from shardwise.cli.train import train
+from shardwise.cli.verify import verify
 from shardwise.errors import ShardwiseError
 
 __all__ = ["app", "main"]
@@ -47,6 +49,8 @@ app.command()(demo)
 app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
 app.command()(train)
+app.command()(simulate)
+app.command()(verify)
 app.command()(doctor)
 app.add_typer(checkpoint_app)
 

@@ -1,0 +1,1 @@
+"""Runs of one case on ranks that are threads of this process, beside the same case without sharding."""
