@@ -26,7 +26,7 @@ def test_every_stage_equals_plain_training(precision: str, num_ranks: int) -> No
     assert [run.stage for run in result.owners] == [2, 3]
 
 
-@pytest.mark.parametrize("oddities", [("uneven", "tied"), ("frozen", "reused"), ("uneven", "tied", "frozen")], ids=str)
+@pytest.mark.parametrize("oddities", [("frozen", "reused"), ("uneven", "tied", "frozen")], ids=str)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_odd_models_equal_plain_training(oddities: tuple[str, ...], precision: str) -> None:
     result = shardwise.simulate(
