@@ -60,9 +60,9 @@ class ShardedLoader(DataLoader[Any]):
                 "build a DataLoader that yields this rank's part, and leave training_data out"
             )
         self._order = _Order(dataset, num_replicas=num_ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last)
-        self._next_epoch = 0
-        self._num_skipped = 0  # samples of all ranks that the next iteration leaves out
-        self._num_given = 0  # samples of all ranks in the running epoch; 0 between epochs
+        self._epoch = 0  # of the next sample
+        self._num_used = 0  # samples of it, over all ranks
+        self._is_running = False  # whether the newest iteration is in this epoch
         self._num_iterations = 0
         super().__init__(
             dataset,
@@ -75,18 +75,17 @@ class ShardedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin the next epoch, or go on with the one that a loaded state was in."""
-        self._order.set_epoch(self._next_epoch)
-        self._order.num_done = self._num_skipped // self._order.num_replicas
-        self._num_given, self._num_skipped = self._num_skipped, 0
-        self._next_epoch += 1
+        if self._is_running:
+            self._end_epoch()
+        self._is_running = True
+        self._order.set_epoch(self._epoch)
+        self._order.num_done = self._num_used // self._order.num_replicas
         self._num_iterations += 1
         return self._counted(super().__iter__(), self._num_iterations)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch of the next sample, and how many samples of it all ranks have used."""
-        if self._num_skipped or not self._num_given:
-            return {"epoch": self._next_epoch, "samples": self._num_skipped}
-        return {"epoch": self._next_epoch - 1, "samples": self._num_given}
+        return {"epoch": self._epoch, "samples": self._num_used}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration begin where ``state_dict`` was taken.
@@ -97,17 +96,20 @@ class ShardedLoader(DataLoader[Any]):
         epoch, samples = state.get("epoch"), state.get("samples")
         if type(epoch) is not int or type(samples) is not int or min(epoch, samples) < 0:
             raise StateError(f"loader.load_state_dict: {dict(state)} is no position in the data")
-        self._next_epoch, self._num_skipped, self._num_given = epoch, samples, 0
+        self._epoch, self._num_used, self._is_running = epoch, samples, False
         self._num_iterations += 1
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._num_used, self._is_running = self._epoch + 1, 0, False
 
     def _counted(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
         micro, num_ranks = self.batch_size or 1, self._order.num_replicas
         for batch in batches:
             if number == self._num_iterations:  # else a newer iteration counts
-                self._num_given += micro * num_ranks
-                left = self._order.num_samples - self._num_given // num_ranks
+                self._num_used += micro * num_ranks
+                left = self._order.num_samples - self._num_used // num_ranks
                 if left < (micro if self.drop_last else 1):
-                    self._num_given = 0
+                    self._end_epoch()
             yield batch
-        if number == self._num_iterations:
-            self._num_given = 0
+        if number == self._num_iterations and self._is_running:
+            self._end_epoch()

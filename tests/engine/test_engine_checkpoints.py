@@ -185,6 +185,18 @@ def test_the_end_of_an_epoch_is_the_begin_of_the_next() -> None:
             loader.load_state_dict(wrong)
 
 
+def test_an_iteration_that_gave_nothing_yet_has_used_nothing() -> None:
+    loader, other = loader_of(0, 1, 4), loader_of(0, 1, 4)
+    batches = iter(loader)
+    state = loader.state_dict()
+    assert state == {"epoch": 0, "samples": 0}
+    other.load_state_dict(state)
+    assert [batch.tolist() for (batch,) in batches] == [batch.tolist() for (batch,) in other]
+    iter(loader)
+    iter(loader)
+    assert loader.state_dict() == {"epoch": 2, "samples": 0}
+
+
 def test_iterating_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
