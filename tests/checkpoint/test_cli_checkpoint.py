@@ -179,6 +179,18 @@ def test_wrong_options_are_refused_by_name(
     assert not (tmp_path / "y").exists()
 
 
+def test_names_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "m.pt")
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    dcp.save({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "dcp")
+    for source, origin in (("m.pt", "torch"), ("model.safetensors", "huggingface"), ("dcp", "dcp")):
+        with pytest.raises(ConfigError, match=f"buffer 'nosuch': .*{source} has no such tensor"):
+            run("convert", tmp_path / source, tmp_path / "in", "--from", origin, "--buffer", "nosuch")
+    with pytest.raises(ConfigError, match=r"tied nosuch: .*dcp has no such tensor"):
+        run("convert", tmp_path / "dcp", tmp_path / "in", "--from", "dcp", "--tied", "nosuch=w")
+    assert not list((tmp_path / "in").glob("*"))
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2GiB", 2 << 30), ("700", 700), ("7B", 7)]
 )

@@ -15,7 +15,7 @@ import shardwise
 from shardwise.checkpoint.doors.huggingface import export_huggingface, import_huggingface
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.comm.base import Comm
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.precision import Precision
 from shardwise.testing.ranks import run_ranks
 
@@ -167,6 +167,32 @@ def test_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match="has no weight_map"):
         import_huggingface(tmp_path, tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ({"a": "one", "b": "one"}, r"b is not in one\.safetensors"),
+        ({"a": "one", "b": "two", "c": "two"}, r"c is not in two\.safetensors"),
+        ({"a": "one", "b": "two"}, r"does not say that d is in two\.safetensors"),
+        ({"a": "one", "b": "two", "d": "one"}, r"d is not in one\.safetensors"),
+        ({"a": "one", "b": 3}, "has no weight_map"),
+    ],
+)
+def test_index_and_files_must_agree(tmp_path: Path, places: dict[str, Any], words: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(2), "d": torch.zeros(2)}, tmp_path / "two.safetensors")
+    names = {name: f"{file}.safetensors" if isinstance(file, str) else file for name, file in places.items()}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=words):
+        import_huggingface(tmp_path, tmp_path / "in")
+    assert not (tmp_path / "in").exists()
+
+
+def test_a_buffer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"buffer 'nosuch': .*model\.safetensors has no such tensor"):
+        import_huggingface(tmp_path / "model.safetensors", tmp_path / "in", buffers=["nosuch"])
 
 
 def test_import_of_a_name_that_is_taken_changes_nothing(tmp_path: Path) -> None:

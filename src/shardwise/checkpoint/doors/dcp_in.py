@@ -18,7 +18,7 @@ from shardwise.checkpoint.doors.scratch import scratch_tensor, staging_folder
 from shardwise.checkpoint.doors.torchfile import check_zip, load_values
 from shardwise.checkpoint.names import open_inside
 from shardwise.checkpoint.plain import Plain
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["import_dcp"]
 
@@ -56,6 +56,7 @@ def import_dcp(
 
     Raises:
         CheckpointError: it is damaged, leads outside, wants something to run, or holds what a checkpoint does not.
+        ConfigError: ``buffers`` or ``tied`` has a name that is not there.
     """
     facts = read_dcp_metadata(source)
     with staging_folder(folder) as staging:
@@ -65,7 +66,10 @@ def import_dcp(
             source, buffers={*buffers, *(note.buffers if note else ())}, frozen=note.frozen if note else ()
         )
         sections = _sections(facts)
+        if absent := [name for name in tied or () if name not in sections["model"]]:
+            raise ConfigError(f"tied {shown(absent)}: {source} has no such tensor in the model")
         _add_model(incoming, items, sections["model"], dict(tied or {}) | (note.aliases if note else {}))
+        incoming.check_buffers(buffers)
         read = ReadOptimizer(incoming, items.tensor, items.value, facts)
         for name, key in sections["optim"].items():
             read.add(name, key)

@@ -78,17 +78,17 @@ def import_huggingface(
         step: updates so far.
 
     Raises:
-        CheckpointError: a file is missing, malformed, or holds what a checkpoint does not.
+        CheckpointError: a file is missing, malformed, holds what a checkpoint does not, or not what the index says.
+        ConfigError: ``buffers`` has a name that is not there.
     """
     with contextlib.ExitStack() as stack:
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
         marked = set(buffers)
-        for path in _files(source):
+        for path, expected in _files(source):
             found, metadata = _read(path, stack)
-            twice = tensors.keys() & found.keys()
-            if twice:
-                raise CheckpointError(f"{source}: {shown(sorted(twice))} is in two files")
+            if expected is not None:
+                _check_index(path, expected, found, metadata)
             tensors |= found
             aliases |= {other: name for other, name in metadata.items() if name in found and other not in found}
             marked |= _marked(path, metadata)
@@ -96,6 +96,7 @@ def import_huggingface(
         for name, tensor in tensors.items():
             others = [other for other, known in aliases.items() if known == name and other not in tensors]
             incoming.add_weight(name, tensor, others)
+        incoming.check_buffers(buffers)
         return incoming.write(folder, tag, step=step)
 
 
@@ -142,13 +143,16 @@ def _write(path: Path, weights: Sequence[Weight], outgoing: Outgoing) -> None:
         os.fsync(stream.fileno())
 
 
-def _files(source: Path) -> Iterator[Path]:
-    """Yield the files of a source. They may be links, as they are in Hugging Face's cache."""
+def _files(source: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """Yield the files of a source, each with the names that the index places there, if there is one.
+
+    They may be links, as they are in Hugging Face's cache.
+    """
     if not source.is_dir():
-        yield source
+        yield source, None
         return
     if (source / _FILE).is_file():
-        yield source / _FILE
+        yield source / _FILE, None
         return
     if not (source / _INDEX).is_file():
         raise CheckpointError(f"{source}: has neither {_FILE} nor {_INDEX}")
@@ -156,14 +160,26 @@ def _files(source: Path) -> Iterator[Path]:
         raise CheckpointError(f"{source / _INDEX}: is too large for an index")
     try:
         index: Any = json.loads((source / _INDEX).read_bytes())
-        places: Any = index["weight_map"]
-        names = sorted({str(name) for name in places.values()})
+        names: dict[str, set[str]] = {}
+        for tensor, name in index["weight_map"].items():
+            if not isinstance(name, str):
+                raise TypeError(f"the file of {tensor[:100]!r} is no name")
+            names.setdefault(name, set()).add(tensor)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{source / _INDEX}: has no weight_map: {str(error)[:200]}") from None
     for name in names:
         if Path(name).name != name or name in ("", ".", "..") or "\0" in name or "\\" in name:
             raise CheckpointError(f"{source / _INDEX}: names {name!r}, which is no file of this folder")
-    yield from (source / name for name in names)
+    yield from ((source / name, names[name]) for name in sorted(names))
+
+
+def _check_index(path: Path, expected: set[str], found: Collection[str], metadata: Mapping[str, str]) -> None:
+    """Check that a file holds what the index says, no less and no more; another name of a tied weight counts."""
+    missing = sorted(name for name in expected - set(found) if metadata.get(name) not in found)
+    if missing:
+        raise CheckpointError(f"{path.with_name(_INDEX)}: {shown(missing)} is not in {path.name}, as it says")
+    if unnamed := sorted(set(found) - expected):
+        raise CheckpointError(f"{path.with_name(_INDEX)}: does not say that {shown(unnamed)} is in {path.name}")
 
 
 def _read(path: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Tensor], Mapping[str, str]]:

@@ -69,6 +69,16 @@ class Incoming:
             trainable=name not in self.frozen,
         )
 
+    def check_buffers(self, names: Collection[str]) -> None:
+        """Check that each name which a user calls a buffer became one.
+
+        Raises:
+            ConfigError: one did not: there is no such tensor.
+        """
+        there = {part.stored.name for part in self.parts if part.stored.kind == "buffer"}
+        if absent := [name for name in names if name not in there]:
+            raise ConfigError(f"buffer {shown(list(map(repr, absent)))}: {self.source} has no such tensor of its own")
+
     def add_state(self, name: str, state: str, tensor: Tensor) -> None:
         """Take over element-wise state that the optimizer has of a parameter.
 

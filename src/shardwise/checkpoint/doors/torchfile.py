@@ -78,6 +78,7 @@ def import_torch(
 
     Raises:
         CheckpointError: the file cannot be read without running what it says, or holds what a checkpoint does not.
+        ConfigError: ``buffers`` has a name that is not there.
     """
     state = _state_dict(source, verify)
     incoming = Incoming(source, buffers=buffers)
@@ -96,6 +97,7 @@ def import_torch(
                 incoming.add_weight(name, state[name])
         else:
             incoming.add_weight(first, state[first], others)
+    incoming.check_buffers(buffers)
     return incoming.write(folder, tag, step=step)
 
 
