@@ -22,6 +22,7 @@ from shardwise.checkpoint.names import LATEST, check_tag
 from shardwise.checkpoint.save import describe
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.managed import Managed
+from shardwise.optim.closed_form import ClosedForm
 
 __all__ = ["COUNTERS", "EngineCheckpoints"]
 
@@ -88,7 +89,7 @@ class EngineCheckpoints(nn.Module):
             client_state: anything that JSON can say; ``load_checkpoint`` returns it.
             save_latest: let the file ``latest`` name it.
             exclude_frozen_parameters: leave out parameters that do not train (load with load_module_strict=False).
-            background: return after a copy in memory was made.
+            background: return at once and write beside training; what training would change is copied before it does.
             keep_last: remove whole checkpoints but the last so many.
 
         Returns:
@@ -137,7 +138,7 @@ class EngineCheckpoints(nn.Module):
             tag: name; None: what the file ``latest`` names. Without that file nothing is loaded, with a warning.
             load_module_strict: names of parameters and buffers must be the same.
             load_optimizer_states: load the optimizer's state and options.
-            load_lr_scheduler_states: load the scheduler's state.
+            load_lr_scheduler_states: load the scheduler's position; the next update has the rate that it has there now.
             load_module_only: load parameters and buffers, nothing else.
             custom_load_fn: not possible here.
 
@@ -170,6 +171,8 @@ class EngineCheckpoints(nn.Module):
             weights_only=load_module_only,
             optimizer_state=load_optimizer_states,
         )
+        if "scheduler" in objects and isinstance(self.lr_scheduler, ClosedForm):
+            self.lr_scheduler.set_rates()  # its options are those of now, not those of the save
         self._after_load()
         return str(loaded.path), loaded.user_state
 

@@ -93,6 +93,20 @@ def test_parts_can_be_left_out(tmp_path: Path) -> None:
     other.load_checkpoint(tmp_path, tag="trained", load_module_strict=False)
 
 
+def test_the_first_rate_after_a_load_is_that_of_the_schedule_of_now(tmp_path: Path) -> None:
+    mesh = {"data": LocalComm()}
+    schedule = {"name": "warmup_cosine", "total_steps": 6, "num_warmup_steps": 2}
+    engine = engine_on(mesh, scheduler=schedule)
+    update(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    longer = engine_on(mesh, scheduler=schedule | {"total_steps": 12})
+    longer.load_checkpoint(tmp_path)
+    whole = engine_on(mesh, scheduler=schedule | {"total_steps": 12})
+    update(whole, 4)
+    assert longer.get_lr() == whole.get_lr() != engine.get_lr()
+    assert longer.optimizer.param_groups[0]["lr"] == whole.get_lr()[0]
+
+
 def test_a_save_inside_a_window_warns(tmp_path: Path) -> None:
     engine = engine_on({"data": LocalComm()}, batch={"micro": 2, "accumulation": 2})
     update(engine)

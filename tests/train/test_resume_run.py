@@ -1,5 +1,6 @@
 """A run that ended early goes on: by the same command, on another number of ranks, at another stage."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardwise.checkpoint.folder import find_checkpoints
+from shardwise.checkpoint.folder import find_checkpoints, read_manifest
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.progress import find_resume
+from shardwise.train.settings import load_settings
+from tests.checkpoint.doors_case import save_odd
 
+command = importlib.import_module("shardwise.cli.train")
 pytestmark = pytest.mark.timeout(300)  # processes, on a machine that may be busy
 
 SMALL = ("model.name=gpt-nano", "model.context=16", "train.eval_batches=1", "train.sample_tokens=4")
@@ -110,3 +114,48 @@ def test_what_cannot_be_resumed_is_told(tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "step-2").exists()
     assert run(text, folder, "--overwrite", more=("train.steps=1", "train.checkpoint_every=0")).exit_code == 0
     assert not (folder / "checkpoints").exists()
+
+
+def test_changed_settings_of_the_optimizer_count_and_are_told(tmp_path: Path) -> None:
+    text, folder = tmp_path / "own.txt", tmp_path / "run"
+    text.write_text("".join(f"line {number}\n" for number in range(400)))
+    plain = ("optimizer.name=adamw", "optimizer.lr=1e-3", "train.eval_every=0")
+    assert run(text, folder, "--ranks", "1", more=(*plain, "train.steps=2")).exit_code == 0
+    new = (*plain, "optimizer.lr=1e-6", "optimizer.weight_decay=0.5", "train.steps=3")
+    again = run(text, folder, "--ranks", "1", "--resume", "auto", "--quiet", more=new)
+    assert again.exit_code == 0, again.output
+    assert "changed since the checkpoint: " in again.output
+    assert "optimizer.lr 0.001 -> 1e-06" in again.output
+    assert "optimizer.weight_decay 0.0 -> 0.5" in again.output
+    assert [row["lr"] for row in facts(folder)[1]] == [1e-3, 1e-3, 1e-6]
+    saved = read_manifest(folder / "checkpoints" / "step-3").values.optimizers[0].groups[0].options
+    assert (saved["lr"], saved["weight_decay"]) == (1e-6, 0.5)
+    refused = run(text, folder, "--ranks", "1", "--resume", "auto", more=(*new, "optimizer.amsgrad=true"))
+    assert "optimizer.amsgrad: the checkpoint has False" in str(refused.exception)
+
+
+def test_resume_paths_are_resolved_and_what_cannot_be_used_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save_odd(folder, "a", num_ranks=1, steps=1)
+    save_odd(folder, "b", num_ranks=1, steps=2)
+    monkeypatch.chdir(folder / "a")
+    assert find_resume(".", tmp_path) == folder / "a"
+    assert find_resume("..", tmp_path) == folder / "b"
+    assert find_resume("last", tmp_path) == folder / "b"
+    with pytest.raises(ConfigError, match=r"--weights-only: .* would be replaced"):
+        command._prepare(
+            command.RunTask(
+                settings=load_settings(None, overrides=[f"train.output={tmp_path}"], num_ranks=1),
+                resume=folder / "b",
+                weights_only=True,
+            ),
+            overwrite=False,
+        )
+    (folder / "b" / "manifest.json").unlink()
+    for wanted in ("auto", "last", str(folder)):
+        with pytest.raises(CheckpointError, match=r"latest names 'b'.* whole: a.*--resume .*checkpoints/a"):
+            find_resume(wanted, tmp_path)
+    (folder / "latest").unlink()
+    assert find_resume("auto", tmp_path) == folder / "a"

@@ -159,9 +159,18 @@ def _run_joined(task: RunTask, environment: Environment, view: TrainView, *, ove
 
 
 def _prepare(task: RunTask, *, overwrite: bool) -> None:
-    """Make the output folder; a run that goes on in its own folder keeps what it wrote."""
-    resumes = task.resume is not None and (task.folder / CHECKPOINTS).resolve() == task.resume.parent.resolve()
-    prepare_output(task.folder, settings_as_toml(task.settings), overwrite=overwrite, resumes=resumes)
+    """Make the output folder; a run that goes on in its own folder keeps what it wrote.
+
+    Raises:
+        ConfigError: the folder holds a run that does not go on, or the weights to begin with would be removed.
+    """
+    is_own = task.resume is not None and (task.folder / CHECKPOINTS).resolve() == task.resume.parent.resolve()
+    if is_own and task.weights_only:
+        raise ConfigError(
+            f"--weights-only: {task.folder} holds the run whose weights are taken, and it would be replaced: take "
+            "another folder: --set train.output=FOLDER --resume " + str(task.resume)
+        )
+    prepare_output(task.folder, settings_as_toml(task.settings), overwrite=overwrite, resumes=is_own)
 
 
 def _show_plan(settings: Resolved, console: Console) -> None:

@@ -67,6 +67,8 @@ class TrainView:
         elif isinstance(message, Resumed):
             ranks = f"{message.num_ranks} rank{'s' if message.num_ranks > 1 else ''}"
             self._print(f"resumed after {message.step} updates from {message.path}, saved by {ranks}", always=True)
+            if message.changed:
+                self._print(f"changed since the checkpoint: {', '.join(message.changed)}", always=True)
             if self._live is not None:
                 self._bars.update(self._bars.task_ids[0], completed=message.step)
         elif isinstance(message, StepDone):

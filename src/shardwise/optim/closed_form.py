@@ -45,7 +45,7 @@ class ClosedForm(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken; the optimizer's own state holds the rate of the next update.
+        """Continue where ``state_dict`` was taken; ``set_rates`` gives the optimizer what follows from it.
 
         Raises:
             StateError: the state is that of another schedule or of another number of groups.
@@ -62,3 +62,12 @@ class ClosedForm(LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self._last_lr = list(state_dict["last_lr"])
+
+    def set_rates(self) -> None:
+        """Give the optimizer's groups what this schedule has for the present step, whatever they hold."""
+        for group, rate in zip(self.optimizer.param_groups, self.lrs_at(self.last_epoch), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

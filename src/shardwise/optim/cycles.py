@@ -128,6 +128,14 @@ class OneCycle(ClosedForm):
     def step(self, epoch: int | None = None) -> None:
         """Go on by one update: set the rates, and the momentum if it is cycled."""
         super().step(epoch)
+        self._set_momenta()
+
+    def set_rates(self) -> None:
+        """Give the groups their momentum, too."""
+        super().set_rates()
+        self._set_momenta()
+
+    def _set_momenta(self) -> None:
         if self.cycle_momentum:
             for group, momentum in zip(self.optimizer.param_groups, self.momenta_at(self.last_epoch), strict=True):
                 group["betas"] = (momentum, _CYCLED_BETA2)

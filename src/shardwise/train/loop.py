@@ -231,8 +231,16 @@ class _Run:
         self._progress = Progress()
         self._tell(facts_of(self._parts, self._settings, num_params, self._planned))
         if task.resume is not None:
-            self._progress, saved = resume_run(self._engine, task.resume, weights_only=task.weights_only)
-            self._tell(Resumed(path=str(task.resume), step=self._progress.step, num_ranks=saved.num_ranks))
+            loaded = resume_run(self._engine, task.resume, weights_only=task.weights_only)
+            self._progress = loaded.progress
+            self._tell(
+                Resumed(
+                    path=str(task.resume),
+                    step=self._progress.step,
+                    num_ranks=loaded.num_ranks,
+                    changed=loaded.changed,
+                )
+            )
         # The first micro-batch of this process, counted in those of its own size over its own ranks.
         self._first_batch = self._progress.samples // (self._settings.batch.micro * self._settings.num_ranks)
         self._first_step = self._progress.step + 1

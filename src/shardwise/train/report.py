@@ -52,11 +52,13 @@ class Resumed:
         path: of the checkpoint.
         step: updates that were made before it.
         num_ranks: that saved it.
+        changed: settings of the optimizer that were others in the checkpoint, as "name old -> new".
     """
 
     path: str
     step: int
     num_ranks: int
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
