@@ -25,9 +25,10 @@ from tests.checkpoint.case import build
 
 
 def save_on(folder: Path, number: int) -> None:
-    """Save without end, under new names and under old ones, and let old ones go."""
+    """Save until the parent is gone, under new names and under old ones, and let old ones go."""
+    parent = os.getppid()
     net, _ = build({"data": LocalComm()}, 1)
-    while True:
+    while os.getppid() == parent:
         number += 1
         shardwise.save_checkpoint(net, folder, tag=f"t{number % 5}", step=number, overwrite=True, keep_last=2)
 
@@ -53,6 +54,7 @@ def main(folder: Path, kills: int) -> None:
         child = os.fork()
         if child == 0:
             save_on(folder, step)
+            os._exit(0)
         time.sleep(rng.uniform(0.02, 0.3))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

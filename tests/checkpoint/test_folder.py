@@ -443,7 +443,7 @@ def die_often(tmp_path: Path, kills: int) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
     )
     assert told.returncode == 0, told.stdout + told.stderr
     answer = json.loads(told.stdout.splitlines()[-1])
@@ -456,6 +456,7 @@ def test_a_process_killed_at_any_time_leaves_whole_checkpoints_only(tmp_path: Pa
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
 def test_a_process_killed_at_very_many_times_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     die_often(tmp_path, 300)
 
