@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.checkpoint.doors.compare import compare
 from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.verify import verify_files
 from shardwise.comm.base import Comm
@@ -314,3 +315,19 @@ def test_ranks_load_in_the_same_way(tmp_path: Path) -> None:
             shardwise.load_checkpoint(net, tmp_path, strict=mesh["data"].rank == 0)
 
     run_ranks(2, body, timeout=20)
+
+
+def test_what_only_another_rank_has_otherwise_is_a_difference(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 3)
+        rank = mesh["data"].rank
+        for tag, change in (("one", 0), ("two", rank)):
+            net.count.fill_(5 + change)
+            objects = {"it": Refusing(3 + change, refuses=False)}
+            shardwise.save_checkpoint(net, tmp_path, tag=tag, objects=objects)
+
+    run_ranks(2, body, timeout=20)
+    same = compare(tmp_path / "one", tmp_path / "one")
+    assert same.identical
+    found = compare(tmp_path / "one", tmp_path / "two")
+    assert (found.changed, found.values) == ({"buffer.count": 1.0}, ("objects of rank 1",))

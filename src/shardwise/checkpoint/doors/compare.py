@@ -1,7 +1,7 @@
 """What differs between two checkpoints: names, shapes, values of tensors, and what is no tensor."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,9 @@ class Comparison:
 
 @torch.no_grad()
 def compare(first: Path, second: Path) -> Comparison:
-    """Compare two checkpoints, saved by any number of ranks. Of copies that ranks have each, those of rank 0.
+    """Compare two checkpoints, saved by any number of ranks.
+
+    What ranks have each is compared rank by rank; where the numbers of ranks differ, that of rank 0.
 
     Raises:
         CheckpointError: one is missing or damaged.
@@ -55,6 +57,7 @@ def compare(first: Path, second: Path) -> Comparison:
     unlike: dict[str, str] = {}
     changed: dict[str, float] = {}
     num_identical = 0
+    ranks = range(ours.num_ranks if ours.num_ranks == theirs.num_ranks else 1)
     with TensorSource(first, ours) as left, TensorSource(second, theirs) as right:
         for source in (left, right):
             source.check((item, 0, item.numel) for item in source.manifest.stored)
@@ -65,7 +68,7 @@ def compare(first: Path, second: Path) -> Comparison:
             if (item.shape, item.dtype) != (other.shape, other.dtype):
                 unlike[key] = f"{item.dtype} {list(item.shape)} and {other.dtype} {list(other.shape)}"
                 continue
-            largest = _largest(left, item, right, other)
+            largest = _largest(left, item, right, other, ranks)
             if largest is None:
                 num_identical += 1
             else:
@@ -76,14 +79,16 @@ def compare(first: Path, second: Path) -> Comparison:
         unlike=unlike,
         changed=changed,
         num_identical=num_identical,
-        values=tuple(_values(ours, theirs)),
+        values=tuple(_values(ours, theirs, ranks)),
     )
 
 
-def _largest(left: TensorSource, item: Stored, right: TensorSource, other: Stored) -> float | None:
+def _largest(
+    left: TensorSource, item: Stored, right: TensorSource, other: Stored, ranks: Sequence[int]
+) -> float | None:
     """Return the largest difference of two tensors of one shape and dtype; None if they are the same."""
     largest = None
-    for ours, theirs in zip(_blocks(left, item), _blocks(right, other), strict=True):
+    for ours, theirs in zip(_blocks(left, item, ranks), _blocks(right, other, ranks), strict=True):
         if torch.equal(raw_bytes(ours), raw_bytes(theirs)):
             continue
         one, two = ours.double(), theirs.double()
@@ -96,12 +101,13 @@ def _largest(left: TensorSource, item: Stored, right: TensorSource, other: Store
     return largest
 
 
-def _blocks(source: TensorSource, item: Stored) -> Iterator[Tensor]:
+def _blocks(source: TensorSource, item: Stored, ranks: Sequence[int]) -> Iterator[Tensor]:
     dtype = DTYPES[item.dtype]
     if item.kind in WHOLE_COPIES:
-        whole = torch.zeros(item.numel, dtype=dtype)
-        source.read_copy(item, 0, whole)
-        yield whole
+        for rank in ranks:
+            whole = torch.zeros(item.numel, dtype=dtype)
+            source.read_copy(item, rank, whole)
+            yield whole
         return
     for start in range(0, item.numel, _BLOCK_NUMEL):
         block = torch.zeros(min(_BLOCK_NUMEL, item.numel - start), dtype=dtype)
@@ -109,13 +115,17 @@ def _blocks(source: TensorSource, item: Stored) -> Iterator[Tensor]:
         yield block
 
 
-def _values(ours: Manifest, theirs: Manifest) -> Iterator[str]:
+def _values(ours: Manifest, theirs: Manifest, ranks: Sequence[int]) -> Iterator[str]:
     """Yield what differs beside the tensors."""
     if ours.step != theirs.step:
         yield f"step: {ours.step} and {theirs.step}"
-    for name in ("num_steps", "loss_scale", "extra_state", "objects", "user"):
+    for name in ("num_steps", "loss_scale", "user"):
         if getattr(ours.values, name) != getattr(theirs.values, name):
             yield name
+    for name in ("extra_state", "objects", "generators"):
+        unlike = [r for r in ranks if getattr(ours.values_of(r), name) != getattr(theirs.values_of(r), name)]
+        if unlike:
+            yield name if unlike == [0] else f"{name} of rank {', '.join(map(str, unlike))}"
     if len(ours.values.optimizers) != len(theirs.values.optimizers):
         yield f"optimizers: {len(ours.values.optimizers)} and {len(theirs.values.optimizers)}"
     for number, (left, right) in enumerate(zip(ours.values.optimizers, theirs.values.optimizers, strict=False)):
@@ -125,6 +135,8 @@ def _values(ours: Manifest, theirs: Manifest) -> Iterator[str]:
             yield f"optimizer {number}: groups"
         if left.scalars != right.scalars:
             yield f"optimizer {number}: counters"
+        if left.other != right.other:
+            yield f"optimizer {number}: other state"
     facts = {param.name: param for param in theirs.params}
     for one in ours.params:
         other = facts.get(one.name, one)
