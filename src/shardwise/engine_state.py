@@ -3,6 +3,7 @@
 The format, its checks and its guarantees are those of ``checkpoint/``.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.load import resolve_tag
 from shardwise.checkpoint.names import LATEST, check_tag
 from shardwise.checkpoint.save import describe
+from shardwise.checkpoint.tensorfile import each_once
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.managed import Managed
 from shardwise.optim.closed_form import ClosedForm
@@ -219,12 +221,12 @@ class EngineCheckpoints(nn.Module):
 
     def _has_no_latest(self, folder: Path) -> bool:
         """Whether no rank sees the file; if some do, loading tells."""
-        here = str((folder.expanduser() / LATEST).exists())
+        here = str(os.path.exists(os.path.join(os.path.expanduser(folder), LATEST)))
         return "True" not in self._managed.council.round("load_checkpoint (is there one?)", here)
 
     def _has_no_position(self, load_dir: Path, tag: str | None) -> bool:
         """Whether the checkpoint has no place in the data, as one that was imported; the loader then begins anew."""
-        folder = load_dir.expanduser()
+        folder = Path(os.path.expanduser(load_dir))
         try:
             found = read_manifest(folder / resolve_tag(folder, None if tag is None else str(tag)))
         except ShardwiseError:
@@ -243,11 +245,7 @@ def _write_state(folder: Path, name: str, state: Mapping[str, Tensor]) -> None:
     temporary = folder / f".{name}.writing"
     try:
         if name.endswith(".safetensors"):
-            once: dict[int, str] = {}
-            for key, tensor in state.items():
-                once.setdefault(id(tensor), key)
-            tensors = {key: state[key].detach().cpu().contiguous() for key in once.values()}
-            safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
+            safetensors.torch.save_file(each_once(state), temporary, metadata={"format": "pt"})
         else:
             torch.save(dict(state), temporary)
         temporary.replace(folder / name)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ __all__ = ["load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 _SHOWN = 4000
 _SPARE_BYTES = 1 << 20
-_KINDS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "StateError": StateError}
+_KINDS: Mapping[str, type[Exception]] = MappingProxyType({"ConfigError": ConfigError, "StateError": StateError})
 
 
 @torch.no_grad()

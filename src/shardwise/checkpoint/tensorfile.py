@@ -22,7 +22,7 @@ from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, MAX_DIMS, FileFacts
 from shardwise.checkpoint.names import open_inside
 from shardwise.errors import CheckpointError
 
-__all__ = ["NAMES_OF_DTYPES", "Entry", "TensorFile", "Written", "file_bytes", "write_file"]
+__all__ = ["NAMES_OF_DTYPES", "Entry", "TensorFile", "Written", "each_once", "file_bytes", "write_file"]
 
 NAMES_OF_DTYPES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _MAX_HEADER_BYTES = 1 << 28
@@ -250,3 +250,16 @@ def _place(fields: Mapping[str, Any], base: int, num_bytes: int) -> _Place:
 
 
 assert BLOCK_BYTES % 16 == 0, "no element may be cut by a block"
+
+
+def each_once(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict as a plain safetensors file holds it: on the CPU, of names that share a tensor the first."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.numel())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors

@@ -11,6 +11,7 @@ import safetensors.torch
 from torch import Tensor
 
 from shardwise.checkpoint.folder import remove_all
+from shardwise.checkpoint.tensorfile import each_once
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -96,22 +97,12 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def write_weights(folder: Path, state: Mapping[str, Tensor], tokenizer: str) -> Path:
     """Write a state dict as safetensors, and the tokenizer's file beside it; return the file of the weights.
 
-    Of names that share a tensor the first is written.
-
     Args:
         folder: where.
         state: whole tensors by name.
         tokenizer: "bytes", or the path of a tokenizer.json or of its folder.
     """
-    tensors: dict[str, Tensor] = {}
-    seen: set[tuple[int, int]] = set()
-    for name, tensor in state.items():
-        place = (tensor.data_ptr(), tensor.numel())
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        tensors[name] = tensor.detach().cpu().contiguous()
-    path = folder / WEIGHTS
+    tensors, path = each_once(state), folder / WEIGHTS
     replace_file(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"}))
     if tokenizer != "bytes":
         source = Path(tokenizer).expanduser()
