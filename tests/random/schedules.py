@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.comm.base import Mesh
 from shardwise.comm.threads import ThreadComm
+from shardwise.managed import Managed
 from shardwise.memory import Kind
 from shardwise.modules import find_units
 from shardwise.testing.graphs import (
@@ -739,6 +740,9 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[Worker, list[ThreadComm]]:
         except BaseException as error:
             error.add_note(f"in {worker.where}")
             raise
+    worker.model.forget_aux()  # a loss kept aside keeps its graph, and a function in there may keep a weight
+    for unit in Managed.of(worker.model).runtime.units:
+        unit.reshard()  # as the next forward would
     bytes_after, hooks_after = dict(ledger_of(worker.model)), count_hooks(worker.model)
     if not any(isinstance(op, Toggle) for op in case.ops):  # which makes buckets anew, with other paddings
         assert bytes_after == bytes_before, f"bytes at rest changed from {bytes_before} to {bytes_after}"

@@ -94,6 +94,11 @@ REGRESSIONS = {
         Graph((Box("list", (Again(0), Leaf("table"))), Box("checkpoint", (Again(1),))), frozen=(3,)),
         Setup(units=(3,), prefetch=0, keep_last_unit=False),
     ),
+    # a loss kept aside holds the graph in which a function holds a weight, until the next forward
+    "function_behind_a_loss_kept_aside": Case(
+        Graph((Box("aux", (Leaf(), Leaf("function"))),)),
+        Setup(prefetch=0, reductions_in_flight=0, keep_last_unit=False),
+    ),
     # torch's register_hook ends the process on such a view, unless its grad_fn was read before
     "output_is_a_view_edited_in_place": Case(Graph((Box("view", (Leaf(),)), Box("edit", (Again(1),))))),
     "step_without_backward": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Forward(), Step(), Forward(), Step())),

@@ -237,15 +237,19 @@ class GraphModel(nn.Module):
 
     def forward(self, x: Tensor, *, skip: int | None = None) -> Tensor:
         """Map [rows, WIDTH] to [rows, 2], leaving out the layer of the number ``skip``."""
-        for module in self.modules():
-            if isinstance(module, BoxModule):
-                module.aux = None
+        self.forget_aux()
         h = x
         for number, layer in enumerate(self.layers):
             if number != skip:
                 h = run(layer, h)
         out: Tensor = self.head(h)
         return out
+
+    def forget_aux(self) -> None:
+        """Let go of the losses that modules keep aside, and so of the graphs behind them."""
+        for module in self.modules():
+            if isinstance(module, BoxModule):
+                module.aux = None
 
     def aux_loss(self) -> Tensor:
         """Return the sum of the losses that modules kept aside in the last forward."""
