@@ -13,11 +13,11 @@ from torch import nn
 
 from shardwise.checkpoint.background import PendingSave
 from shardwise.checkpoint.contents import Contents, Stateful, collect_contents
-from shardwise.checkpoint.load import Loaded, load, raise_together
+from shardwise.checkpoint.load import Loaded, check_alike, load, raise_together
 from shardwise.checkpoint.match import LoadOptions
 from shardwise.checkpoint.names import MANIFEST, check_tag
 from shardwise.checkpoint.save import SaveJob, SaveOptions, describe, free_bytes, new_save_id
-from shardwise.errors import CheckpointError, ConfigError, RankMismatchError, StateError
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.faults import fault_point
 from shardwise.hooks import backward_is_running
 from shardwise.managed import Managed
@@ -27,6 +27,7 @@ __all__ = ["load_checkpoint", "save_checkpoint", "wait_for_save"]
 
 _SHOWN = 4000
 _SPARE_BYTES = 1 << 20
+_UNLIKE = "ranks save with unlike arguments, nothing was saved"
 _KINDS: Mapping[str, type[Exception]] = MappingProxyType({"ConfigError": ConfigError, "StateError": StateError})
 
 
@@ -107,7 +108,7 @@ def save_checkpoint(
     answers = [json.loads(text) for text in managed.council.round("save_checkpoint", json.dumps(facts))]
     _raise_problems(answers)
     assert job is not None
-    _check_alike([answer["how"] for answer in answers])
+    check_alike([answer["how"] for answer in answers], _UNLIKE)
     _check_place(answers, job.options)
     job = replace(
         job, save_id=answers[0]["save_id"], contents=_without_copies(answers, managed.council.rank, job.contents)
@@ -194,7 +195,7 @@ def _end_pending(managed: Managed, call: str, when: str = "wait") -> Path | None
     pending = managed.pending_save
     if pending is None:
         return None
-    _check_alike(managed.council.round(call, f"when_pending={when!r}"))
+    check_alike(managed.council.round(call, f"when_pending={when!r}"), _UNLIKE)
     return pending.wait() if when == "wait" else None
 
 
@@ -256,13 +257,6 @@ def _raise_problems(answers: list[dict[str, Any]]) -> None:
         raise_together([answer["problem"] for answer in answers], "nothing was saved")
     except CheckpointError as error:
         raise _KINDS.get(kind, CheckpointError)(str(error)) from None
-
-
-def _check_alike(said: list[str]) -> None:
-    unlike = {text: rank for rank, text in reversed(list(enumerate(said)))}
-    if len(unlike) > 1:
-        listed = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(unlike.items(), key=lambda item: item[1]))
-        raise RankMismatchError(f"ranks save with unlike arguments, nothing was saved: {listed}")
 
 
 def _check_place(answers: list[dict[str, Any]], options: SaveOptions) -> None:

@@ -164,6 +164,18 @@ def raise_together(said: list[str], outcome: str) -> None:
         raise CheckpointError(f"{outcome}. {listed[:_SHOWN]}")
 
 
+def check_alike(said: list[str], problem: str) -> None:
+    """Raise on every rank if not all said the same.
+
+    Raises:
+        RankMismatchError: with what was said, and the first rank that said it.
+    """
+    unlike = {text: rank for rank, text in reversed(list(enumerate(said)))}
+    if len(unlike) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(unlike.items(), key=lambda item: item[1]))
+        raise RankMismatchError(f"{problem}: {listed}")
+
+
 def _open(managed: Managed, folder: Path, tag: str | None, how: str) -> tuple[Path, Manifest]:
     """Let all ranks find the same manifest, and load it in the same way."""
     problem, manifest, found = "", None, ""
@@ -183,10 +195,7 @@ def _open(managed: Managed, folder: Path, tag: str | None, how: str) -> tuple[Pa
     if manifest is None or len({(name, save) for _, name, save, _ in answers}) > 1:
         listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, *_) in enumerate(answers))
         raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
-    said = [how for *_, how in answers]
-    if len(set(said)) > 1:
-        listed = "; ".join(f"rank {rank}: {how}" for rank, how in enumerate(said))
-        raise RankMismatchError(f"ranks load with unlike arguments, nothing was loaded: {listed}")
+    check_alike([how for *_, how in answers], "ranks load with unlike arguments, nothing was loaded")
     return folder / found, manifest
 
 
