@@ -29,7 +29,7 @@ from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.runtime.record import Agreement
 
-__all__ = ["OPTIMIZERS", "initialize", "precision_of"]
+__all__ = ["OPTIMIZERS", "build_optimizer", "initialize", "precision_of"]
 
 _DTYPES = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -219,12 +219,16 @@ def _optimizer(
     wanted = trainable if parameters is None else list(parameters)
     if source is not None:
         return source(wanted)
-    if config.optimizer is None:
-        return None
+    return None if config.optimizer is None else build_optimizer(config, wanted)
+
+
+def build_optimizer(config: Config, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that the configuration names, over parameters or groups."""
+    assert config.optimizer is not None
     options = config.optimizer.model_dump(exclude={"name"})
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    return OPTIMIZERS[config.optimizer.name](wanted, **options)
+    return OPTIMIZERS[config.optimizer.name](params, **options)
 
 
 def _each_parameter(entries: Iterable[Any]) -> Iterator[Any]:

@@ -267,7 +267,14 @@ def _is_false(node: ast.expr | None) -> bool:
 
 
 def nobody_asks_which_stage(path: str, tree: ast.AST) -> Breaches:
-    settings = ("config/", "start.py", "engine.py", "train/", "simulation/")  # what a user writes names a stage
+    settings = (
+        "config/",
+        "start.py",
+        "engine.py",
+        "train/",
+        "simulation/",
+        "sizing/",
+    )  # what a user writes names a stage
     if is_in(path, ("__init__.py", "sharding.py", "api.py", *settings, "cli/", "testing/")):
         return
     for node in ast.walk(tree):

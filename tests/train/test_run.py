@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from shardwise.comm.base import Mesh
 from shardwise.errors import ConfigError
-from shardwise.models.gpt import GPT
-from shardwise.models.sizes import GPT_SIZES
+from shardwise.models.sizes import SIZES
 from shardwise.testing.ranks import run_ranks
 from shardwise.train.loop import RunTask, planned_bytes, prepare, run_rank
 from shardwise.train.measure import parameter_digest
@@ -136,7 +135,7 @@ def test_files_of_a_finished_run_are_whole(tmp_path: Path) -> None:
     summary = json.loads((task.folder / "summary.json").read_text())
     assert summary["digest"] == finished[0].digest
     weights = safetensors.torch.load_file(task.folder / "model.safetensors")
-    model = GPT(GPT_SIZES["gpt-nano"].config(vocab=256, context=16))
+    model = SIZES["gpt-nano"].build(vocab=256, context=16)
     model.load_state_dict(weights)
     assert parameter_digest(dict(model.named_parameters())) == finished[0].digest
     for rank in range(NUM_RANKS):
@@ -235,9 +234,10 @@ def test_large_sizes_are_planned_without_memory(name: str, tmp_path: Path) -> No
         {"model": {"name": name}, "data": {"path": [text_file(tmp_path)]}, "stage": 3}, num_ranks=8
     )
     bytes_of_rank, num_params = planned_bytes(prepare(settings), settings, 0)
-    size = GPT_SIZES[name]
-    per_block = 12 * size.width**2 + 13 * size.width
-    expected = size.depth * per_block + (256 + size.context + 2) * size.width
+    size = SIZES[name]
+    width = size.shape.hidden
+    per_block = 12 * width**2 + 13 * width
+    expected = size.shape.num_layers * per_block + (256 + size.context + 2) * width
     assert num_params == expected
     assert bytes_of_rank["optim"] == pytest.approx(num_params * 8 / 8, rel=0.01)
 
@@ -246,7 +246,7 @@ def test_shapes_of_gpt2_have_the_published_number_of_parameters() -> None:
     counts = []
     for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
         with torch.device("meta"):
-            model = GPT(GPT_SIZES[name].config(vocab=50257))
+            model = SIZES[name].build(vocab=50257)
         counts.append(sum(param.numel() for param in model.parameters()))
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 

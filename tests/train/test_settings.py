@@ -9,7 +9,7 @@ import pytest
 from shardwise.config.model import Config
 from shardwise.config.resolve import Resolved
 from shardwise.errors import ConfigError
-from shardwise.models.sizes import GPT_SIZES
+from shardwise.models.sizes import SIZES
 from shardwise.train.settings import ORIGIN, engine_settings, load_settings, settings_as_toml
 
 
@@ -22,7 +22,7 @@ def test_nothing_written_gives_settings_that_train() -> None:
     config = settings.config
     assert config.optimizer is not None
     assert config.scheduler is not None
-    assert (config.optimizer.name, config.optimizer.lr) == ("adamw", GPT_SIZES["gpt-mini"].lr)
+    assert (config.optimizer.name, config.optimizer.lr) == ("adamw", SIZES["gpt-mini"].lr)
     assert (config.scheduler.name, config.scheduler.total_steps) == ("warmup_cosine", config.train.steps)
     assert (config.clip_grad_norm, config.log_every, config.loss_reduction) == (1.0, 10, "mean")
     assert (settings.batch.micro, settings.batch.size) == (8, 16)
@@ -80,7 +80,7 @@ def test_deepspeed_file_keeps_its_meaning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "micro"), [("gpt2", 6e-4, 1), ("gpt-nano", GPT_SIZES["gpt-nano"].lr, 8), ("some/folder", 5e-5, 1)]
+    ("name", "lr", "micro"), [("gpt2", 6e-4, 1), ("gpt-nano", SIZES["gpt-nano"].lr, 8), ("some/folder", 5e-5, 1)]
 )
 def test_rate_and_micro_batch_follow_the_model(name: str, lr: float, micro: int) -> None:
     settings = load(None, f'model.name="{name}"')

@@ -4,7 +4,6 @@ Owns the options and the tables; the package ``checkpoint`` knows the answers, i
 """
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -27,15 +26,12 @@ from shardwise.checkpoint.folder import Found, find_checkpoints, folder_of_run, 
 from shardwise.checkpoint.names import MANIFEST
 from shardwise.checkpoint.owners import foreign
 from shardwise.checkpoint.verify import verify_files
+from shardwise.cli.quantities import parse_bytes
 from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["checkpoint_app"]
 
 DTYPES = MappingProxyType({"as-stored": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
-UNITS = MappingProxyType(
-    {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    | {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-)
 SHOWN = 50
 
 checkpoint_app = typer.Typer(
@@ -267,10 +263,10 @@ def _pairs(texts: "list[str] | tuple[()]") -> dict[str, str]:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)?", text.strip().upper())
-    if found is None or (found[2] or "") not in UNITS or float(found[1]) <= 0:
-        raise ConfigError(f"--max-shard-size {text!r}: expected a size like 5GB or 512MiB")
-    return max(1, int(float(found[1]) * UNITS[found[2] or ""]))
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from None
 
 
 def _facts(found: Found, latest: str | None) -> dict[str, Any]:

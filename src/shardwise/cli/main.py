@@ -14,6 +14,7 @@ from shardwise.cli.demo import demo
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.launch import LAUNCH_SETTINGS, launch
+from shardwise.cli.plan import plan
 from shardwise.cli.simulate import simulate
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
@@ -49,6 +50,7 @@ app.command()(demo)
 app.command(context_settings=dict(LAUNCH_SETTINGS))(launch)
 app.command()(explain)
 app.command()(train)
+app.command()(plan)
 app.command()(simulate)
 app.command()(verify)
 app.command()(doctor)

@@ -263,9 +263,15 @@ class ModelConfig(Section):
     """The model that ``shardwise train`` builds or loads."""
 
     name: str = "gpt-mini"
-    """Size of the built-in GPT, or the folder of a Hugging Face model."""
+    """Name of a built-in model, or the folder of a Hugging Face model."""
     context: Positive | None = None
     """Longest sequence, in tokens; None: the model's own."""
+    vocab: Positive | None = None
+    """Tokens that a built-in model knows; None: those of the tokenizer."""
+    depth: Positive | None = None
+    """Blocks of a built-in model; None: its own number."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each block, and compute the rest again in backward."""
 
 
 class DataConfig(Section):

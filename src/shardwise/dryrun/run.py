@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api import clip_grad_norm_, shard
+from shardwise.api import clip_grad_norm_, no_sync, shard
 from shardwise.comm.base import Comm, Mesh
 from shardwise.comm.recording import Event as Collective
 from shardwise.comm.recording import record
@@ -63,6 +63,7 @@ def dry_run(
     rank: int = 0,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     max_norm: float | None = None,
+    accumulation: int = 1,
     **options: Any,
 ) -> DryRun:
     """Run three steps of one rank without memory and without peers; return what the third needs.
@@ -75,13 +76,16 @@ def dry_run(
         rank: which of them, in row-major order.
         optimizer: makes the optimizer from the parameters.
         max_norm: clip gradients to this norm; None: do not.
+        accumulation: micro-batches per step, reduced as the engine does.
         options: for ``shard``: stage, units, precision, ...
 
     Raises:
         ConfigError: a setting is wrong, or a shape depends on data.
     """
     mesh = mirrors(num_ranks, rank)
-    return rehearse(make_model, make_batch, loss, mesh, optimizer=optimizer, max_norm=max_norm, **options)
+    return rehearse(
+        make_model, make_batch, loss, mesh, optimizer=optimizer, max_norm=max_norm, accumulation=accumulation, **options
+    )
 
 
 def rehearse(
@@ -92,6 +96,7 @@ def rehearse(
     *,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     max_norm: float | None = None,
+    accumulation: int = 1,
     compute: bool = False,
     **options: Any,
 ) -> DryRun:
@@ -124,6 +129,9 @@ def rehearse(
             log.clear()
             hollow.flops.clear()
             live.begin()
+            with no_sync(model, reduce=True):
+                for _ in range(accumulation - 1):
+                    _forward_backward(model, batch, loss, live)
             _forward_backward(model, batch, loss, live)
             live.phase = "step"
             if max_norm is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 
@@ -29,6 +30,7 @@ class GPTConfig:
         heads: number of attention heads; divides ``width``.
         depth: number of blocks.
         tied: whether the head reuses the token embedding's weight.
+        recompute: keep only the input of each block for backward (activation checkpointing).
     """
 
     vocab: int = 256
@@ -37,6 +39,7 @@ class GPTConfig:
     heads: int = 4
     depth: int = 6
     tied: bool = False
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         for field in ("vocab", "context", "width", "heads", "depth"):
@@ -139,8 +142,9 @@ class GPT(nn.Module):
             raise ConfigError(f"GPT: got {length} tokens, but the context is {self.config.context}: cut the sequence")
         positions = torch.arange(length, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
+        recomputes = self.config.recompute and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -7,25 +7,22 @@ are those of that run.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.api import shard, unshard_model
 from shardwise.comm.fake import LocalComm
 from shardwise.config.resolve import Resolved
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT, Block, GPTConfig
-from shardwise.models.sizes import GPT_SIZES
+from shardwise.models.sizes import MAIN_SIZES, SIZES
 from shardwise.modules import Units
 from shardwise.simulation.work import Loss, MakeBatch, MakeOptimizer, default_loss
-from shardwise.start import OPTIMIZERS
+from shardwise.start import build_optimizer
 from shardwise.train.loop import prepare
 from shardwise.train.model import Blueprint
 from shardwise.train.settings import load_settings
-from shardwise.train.text import NOT_A_TARGET
 
 __all__ = ["SMALL_MODELS", "Subject", "subject_called"]
 
@@ -80,9 +77,9 @@ def subject_called(name: str | None, *, overrides: Sequence[str] = (), num_ranks
         return _small(name)
     if name is None or Path(name).suffix in CONFIG_SUFFIXES:
         return _of_settings(name, load_settings(name, overrides=overrides, num_ranks=num_ranks))
-    if name not in GPT_SIZES and not Path(name).expanduser().is_dir():
+    if name not in SIZES and not Path(name).expanduser().is_dir():
         raise ConfigError(
-            f"{name!r} is no small model ({', '.join(SMALL_MODELS)}), no size ({', '.join(GPT_SIZES)}), no folder and "
+            f"{name!r} is no small model ({', '.join(SMALL_MODELS)}), no size ({', '.join(MAIN_SIZES)}), no folder and "
             "no TOML or JSON file"
         )
     chosen = [f"model.name={name}", *overrides]
@@ -135,18 +132,12 @@ def _of_settings(name: str | None, settings: Resolved) -> Subject:
             number=step, rank=rank, num_ranks=settings.num_ranks, size=settings.batch.micro
         )
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        logits = blueprint.logits(model, inputs).flatten(0, 1)
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        return functional.cross_entropy(wide, targets.flatten(), ignore_index=NOT_A_TARGET)
-
     return Subject(
         name=name or blueprint.name,
         make_model=lambda: _with_weights(blueprint),
         make_batch=make_batch,
-        loss=loss,
-        make_optimizer=lambda model: _optimizer(model, settings),
+        loss=lambda model, batch: blueprint.loss(model, *batch),
+        make_optimizer=lambda model: build_optimizer(config, model.parameters()),
         units=blueprint.units,
         max_norm=config.clip_grad_norm or None,
         precision=config.precision.param,
@@ -160,15 +151,6 @@ def _with_weights(blueprint: Blueprint) -> nn.Module:
         return blueprint.construct()
     model, values = blueprint.build(torch.device("cpu"))
     return unshard_model(shard(model, {"data": LocalComm()}, stage=0, units=blueprint.units, initial_values=values))
-
-
-def _optimizer(model: nn.Module, settings: Resolved) -> torch.optim.Optimizer:
-    chosen = settings.config.optimizer
-    assert chosen is not None  # load_settings fills it in
-    options = chosen.model_dump(exclude={"name"})
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    return OPTIMIZERS[chosen.name](model.parameters(), **options)
 
 
 def _left_out(settings: Resolved) -> Iterator[str]:

@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from shardwise.access import full_parameters, full_state_dict, measured_bytes
 from shardwise.api import plan, unsharded
@@ -349,10 +348,7 @@ class _Run:
     def _loss(self, pair: tuple[Tensor, Tensor], reduction: str) -> tuple[Tensor, int]:
         """Return the cross-entropy in nats and the number of targets."""
         inputs, targets = (tensor.to(self._device) for tensor in pair)
-        logits = self._parts.blueprint.logits(self._engine, inputs)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_A_TARGET, reduction=reduction
-        )
+        loss = self._parts.blueprint.loss(self._engine, inputs, targets, reduction=reduction)
         return loss, int((pair[1] != NOT_A_TARGET).sum())
 
     @torch.no_grad()

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwise.config.model import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.initial.delivery import Source
 from shardwise.initial.recipe import deferred_init
-from shardwise.models.gpt import GPT, Block
-from shardwise.models.sizes import GPT_SIZES
+from shardwise.models.sizes import MAIN_SIZES, SIZES
 from shardwise.modules import Units
+from shardwise.train.text import NOT_A_TARGET
 from shardwise.train.tokens import optional_package
 
 __all__ = ["Blueprint", "blueprint"]
@@ -58,6 +59,19 @@ class Blueprint:
             model = self.construct()
         return model, recipe if self.weights is None else recipe.with_weights(self.weights)
 
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+        """Return the cross-entropy in nats, computed in fp32 at least.
+
+        Args:
+            model: of ``construct``, sharded or not.
+            inputs: tokens, [batch, length].
+            targets: the token after each, [batch, length]; ``NOT_A_TARGET`` counts nothing.
+            reduction: "mean" or "sum", over targets.
+        """
+        logits = self.logits(model, inputs).flatten(0, 1)
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        return functional.cross_entropy(wide, targets.flatten(), ignore_index=NOT_A_TARGET, reduction=reduction)
+
     def meta(self) -> nn.Module:
         """Return a module on the meta device, for plans."""
         with torch.device("meta"):
@@ -75,28 +89,43 @@ def blueprint(config: ModelConfig, *, vocab: int, seed: int) -> Blueprint:
     Raises:
         ConfigError: no size and no folder has this name, or the folder's model does not fit.
     """
-    if config.name in GPT_SIZES:
-        shape = GPT_SIZES[config.name].config(vocab=vocab, context=config.context)
-        return Blueprint(
-            name=config.name,
-            context=shape.context,
-            vocab=shape.vocab,
-            units=Block,
-            construct=lambda: GPT(shape, generator=torch.Generator().manual_seed(seed)),
-            weights=None,
-            logits=_gpt_logits,
-            save_config=lambda folder: None,
-        )
+    if config.name in SIZES:
+        return _by_name(config, vocab, seed)
     folder = Path(config.name).expanduser()
     if not folder.is_dir():
-        sizes = ", ".join(GPT_SIZES)
+        sizes = ", ".join(MAIN_SIZES)
         raise ConfigError(f"model.name: {config.name!r} is no size ({sizes}) and no folder of a Hugging Face model")
     return _hugging_face(folder, config, vocab)
+
+
+def _by_name(config: ModelConfig, vocab: int, seed: int) -> Blueprint:
+    size, num_tokens = SIZES[config.name], config.vocab or vocab
+    if num_tokens < vocab:
+        raise ConfigError(f"model.vocab: {num_tokens} is too small: the tokenizer has {vocab} tokens")
+    return Blueprint(
+        name=config.name,
+        context=config.context or size.context,
+        vocab=num_tokens,
+        units=size.units,
+        construct=lambda: size.build(
+            vocab=num_tokens,
+            context=config.context,
+            depth=config.depth,
+            recompute=config.activation_checkpointing,
+            generator=torch.Generator().manual_seed(seed),
+        ),
+        weights=None,
+        logits=_own_logits,
+        save_config=lambda folder: None,
+    )
 
 
 def _hugging_face(folder: Path, config: ModelConfig, vocab: int) -> Blueprint:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.name: {folder} has no config.json, so it is no Hugging Face model")
+    for key in ("vocab", "depth"):
+        if getattr(config, key) is not None:
+            raise ConfigError(f"model.{key}: the config.json of {folder} decides this: leave it out")
     transformers = optional_package("transformers", "model.name")
     try:
         shape: Any = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -115,22 +144,25 @@ def _hugging_face(folder: Path, config: ModelConfig, vocab: int) -> Blueprint:
         context=config.context or limit or _HF_DEFAULT_CONTEXT,
         vocab=int(shape.vocab_size),
         units=None,
-        construct=lambda: _of_config(transformers, shape, folder),
+        construct=lambda: _of_config(transformers, shape, folder, recompute=config.activation_checkpointing),
         weights=folder,
         logits=_hugging_face_logits,
         save_config=lambda target: shape.save_pretrained(str(target)),
     )
 
 
-def _of_config(transformers: Any, shape: Any, folder: Path) -> nn.Module:
+def _of_config(transformers: Any, shape: Any, folder: Path, *, recompute: bool) -> nn.Module:
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(shape)
-    except ValueError as error:  # no causal language model has this configuration
+        model: Any = transformers.AutoModelForCausalLM.from_config(shape)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:  # no causal language model has this configuration, or it cannot recompute
         raise ConfigError(f"model.name: {folder}: {error}") from None
-    return model
+    built: nn.Module = model
+    return built
 
 
-def _gpt_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     logits: Tensor = model(tokens)
     return logits
 

@@ -11,7 +11,7 @@ from shardwise.config.model import DataConfig, TrainConfig
 from shardwise.config.resolve import Resolved, Written, resolve
 from shardwise.configure import Source, read_config
 from shardwise.errors import ConfigError
-from shardwise.models.sizes import GPT_SIZES, GPTSize
+from shardwise.models.sizes import SIZES
 from shardwise.train.text import is_packed
 
 __all__ = ["ORIGIN", "engine_settings", "load_settings", "settings_as_toml"]
@@ -19,7 +19,7 @@ __all__ = ["ORIGIN", "engine_settings", "load_settings", "settings_as_toml"]
 ORIGIN = "shardwise train"
 LINE_EVERY_STEPS = 10
 WITH_LENGTH = ("warmup_cosine", "warmup_decay")
-_FINE_TUNING = GPTSize(width=0, heads=0, depth=0, context=0, tied=False, lr=5e-5, micro=1)
+FINE_TUNING_LR = 5e-5
 
 
 def load_settings(source: Source, *, overrides: Sequence[str] = (), num_ranks: int, device: str = "cpu") -> Resolved:
@@ -34,11 +34,11 @@ def load_settings(source: Source, *, overrides: Sequence[str] = (), num_ranks: i
     """
     written = read_config(source, overrides=overrides, device=device)
     filled = _Filled(written)
-    size = GPT_SIZES.get(str(_section(written.tree, "model").get("name", "gpt-mini")), _FINE_TUNING)
-    _fill_optimizer(filled, size)
+    size = SIZES.get(str(_section(written.tree, "model").get("name", "gpt-mini")))
+    _fill_optimizer(filled, FINE_TUNING_LR if size is None else size.lr)
     batch = _section(written.tree, "batch")
     if not written.needs_batch and not {"size", "micro"} & set(batch):
-        filled.put("batch", "micro", size.micro)
+        filled.put("batch", "micro", 1 if size is None else size.micro)
     if written.dialect == "native":
         filled.put("", "clip_grad_norm", 1.0)
     filled.put("", "log_every", LINE_EVERY_STEPS)
@@ -88,11 +88,11 @@ class _Filled:
             self.origins[f"{section}.{key}" if section else key] = ORIGIN
 
 
-def _fill_optimizer(filled: _Filled, size: GPTSize) -> None:
+def _fill_optimizer(filled: _Filled, lr: float) -> None:
     """Fill in AdamW and a schedule, or what a schedule that is named lacks: its length is that of the run."""
     optimizer, scheduler = (_section(filled.tree, name) for name in ("optimizer", "scheduler"))
     if "name" not in optimizer:
-        options = {"name": "adamw", "lr": size.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
+        options = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
         for key, value in options.items():
             filled.put("optimizer", key, value)
         if "name" not in scheduler:
