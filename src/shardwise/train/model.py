@@ -23,7 +23,7 @@ from shardwise.modules import Units
 from shardwise.train.text import NOT_A_TARGET
 from shardwise.train.tokens import optional_package
 
-__all__ = ["Blueprint", "blueprint"]
+__all__ = ["Blueprint", "blueprint", "recompute_blocks"]
 
 _HF_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _HF_DEFAULT_CONTEXT = 1024
@@ -155,11 +155,24 @@ def _of_config(transformers: Any, shape: Any, folder: Path, *, recompute: bool) 
     try:
         model: Any = transformers.AutoModelForCausalLM.from_config(shape)
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_blocks(model)
     except ValueError as error:  # no causal language model has this configuration, or it cannot recompute
         raise ConfigError(f"model.name: {folder}: {error}") from None
     built: nn.Module = model
     return built
+
+
+def recompute_blocks(model: Any) -> None:
+    """Let a Hugging Face model keep only the inputs of its blocks for backward.
+
+    Raises:
+        ValueError: its class cannot.
+    """
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.24
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _own_logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,0 +1,10 @@
+"""How well plans are kept: ``python -m shardwise.audit`` plans configurations, then trains them and counts.
+
+``cases``    what is planned and trained
+``planning`` the plan of a case, by a dry run
+``training`` a rank that trains a case under torch's profiler
+``trace``    what the allocator did, from the profiler's trace: the measured bytes
+``verdict``  planned beside measured, and the errors
+
+The measured bytes are the allocator's own events and the kernel's resident size, never the ledger of the engine.
+"""
