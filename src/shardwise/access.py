@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Verb
+from shardwise.comm.base import Verb, flat_rank
 from shardwise.managed import Managed
 from shardwise.memory import Kind
 from shardwise.modules import collect_params
@@ -21,6 +21,7 @@ __all__ = [
     "full_optimizer_state",
     "full_parameters",
     "full_state_dict",
+    "iterate_full_parameters",
     "local_gradients",
     "local_optimizer_state",
     "local_parameters",
@@ -38,6 +39,24 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     managed = Managed.of(model)
     managed.council.round("full_parameters")
     return _ordered(model, _full(managed, _buckets(model), lambda bucket: bucket.params.master))
+
+
+def iterate_full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what ``full_parameters`` returns, sorted by name, with one bucket gathered at a time.
+
+    Collective: every rank goes through to the end. A tensor is a view of the gathered bucket: use it, or copy it,
+    before the next one.
+    """
+    managed = Managed.of(model)
+    managed.council.round("iterate_full_parameters")
+    places = {slot.param.name: (bucket, slot) for bucket in _buckets(model) for slot in bucket.site.layout.slots}
+    gathered: tuple[Bucket, Tensor] | None = None
+    for name in sorted(places):
+        bucket, slot = places[name]
+        if gathered is None or gathered[0] is not bucket:
+            gathered = None  # [Note: one at a time] its memory goes before the next one's comes
+            gathered = bucket, _gathered(bucket, bucket.params.master)
+        yield name, gathered[1][slot.start : slot.stop].view(slot.param.shape)
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -91,15 +110,24 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return result
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, offload_to_cpu: bool = False) -> dict[str, Tensor]:
     """Return what ``state_dict()`` of the plain model would hold: parameters in their own dtype, buffers, all names.
 
     Collective. Tied names share one tensor, as in a plain state dict; every tensor has its own memory otherwise.
+
+    Args:
+        model: a sharded model.
+        rank0_only: the other ranks get an empty one, and hold one bucket at a time.
+        offload_to_cpu: tensors come to the host one after the other.
     """
     managed = Managed.of(model)
     managed.council.round("full_state_dict")
-    full = _full(managed, _buckets(model), lambda bucket: bucket.params.owned())
+    keeps = not rank0_only or flat_rank(managed.mesh) == 0
+    buckets = _buckets(model)
+    full = _full(managed, buckets, lambda bucket: bucket.params.owned(), keeps=keeps, on_host=offload_to_cpu)
     result: dict[str, Tensor] = {}
+    if not keeps:
+        return result
     names = {alias: p.name for p in collect_params(model) for alias in (p.name, *p.aliases)}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -108,7 +136,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 result[dot + name] = full[names[dot + name]]
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                result[dot + name] = buffer.detach().clone()
+                result[dot + name] = _copy(buffer.detach(), on_host=offload_to_cpu)
     return result
 
 
@@ -211,23 +239,37 @@ def _local(buckets: list[Bucket], source: Source) -> Iterator[tuple[str, Tensor]
                 yield part.slot.param.name, flat[offset : offset + part.numel]
 
 
-@torch.no_grad()
-def _full(managed: Managed, buckets: list[Bucket], source: Source) -> dict[str, Tensor]:
-    """Gather this rank's ranges of O to whole tensors."""
+def _full(
+    managed: Managed, buckets: list[Bucket], source: Source, *, keeps: bool = True, on_host: bool = False
+) -> dict[str, Tensor]:
+    """Gather this rank's ranges of O to whole tensors, and copy them unless this rank keeps none."""
     result: dict[str, Tensor] = {}
     for bucket in buckets:
-        site = bucket.site
         bucket.params.settle()
         owned = source(bucket)
         if owned is None:
             continue
-        depth = site.placement.num_optim
-        site.lanes.on_compute(reads=[owned])
-        full = owned.new_empty(site.layout.numel)
-        site.view(full, 0, depth).copy_(owned)
-        for work in site.gather(full, Verb.ACCESS, base=0, depth=depth):
-            if work is not None:
-                work.wait()
-        for slot in site.layout.slots:
-            result[slot.param.name] = full[slot.start : slot.stop].view(slot.param.shape).clone()
+        full = _gathered(bucket, owned)
+        for slot in bucket.site.layout.slots if keeps else ():
+            part = full[slot.start : slot.stop].view(slot.param.shape)
+            result[slot.param.name] = _copy(part, on_host=on_host)
+        del full  # before the next one comes
     return result
+
+
+@torch.no_grad()
+def _gathered(bucket: Bucket, owned: Tensor) -> Tensor:
+    """Gather a bucket whole, [numel], of this rank's range of O."""
+    site, depth = bucket.site, bucket.site.placement.num_optim
+    bucket.params.settle()
+    site.lanes.on_compute(reads=[owned])
+    full = owned.new_empty(site.layout.numel)
+    site.view(full, 0, depth).copy_(owned)
+    for work in site.gather(full, Verb.ACCESS, base=0, depth=depth):
+        if work is not None:
+            work.wait()
+    return full
+
+
+def _copy(tensor: Tensor, *, on_host: bool) -> Tensor:
+    return tensor.to("cpu", copy=True) if on_host else tensor.clone()

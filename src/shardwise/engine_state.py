@@ -200,7 +200,7 @@ class EngineCheckpoints(nn.Module):
         """
         self._check_alive()
         check_tag(save_filename)
-        state = full_state_dict(self.module)
+        state = full_state_dict(self.module, rank0_only=True, offload_to_cpu=True)
         if exclude_frozen_parameters:
             frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
             state = {name: tensor for name, tensor in state.items() if name not in frozen}

@@ -1,6 +1,7 @@
 """Whole tensors out of shards and edits into them: ``unsharded``, ``full_*``, ``local_*`` against the reference."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -423,3 +424,40 @@ def test_token_window_is_not_vacuous() -> None:
     model = fill(TiedLanguageModel())
     token_window(model, 0, 0)
     assert model.embed.weight.grad.any()
+
+
+@all_stages
+@RANKS
+def test_parameters_one_after_the_other_are_the_full_ones(stage: int, num_ranks: int) -> None:
+    def body(mesh: Mesh) -> None:
+        model = shard(make_net(), mesh, stage)
+        full = shardwise.full_parameters(model)
+        seen = []
+        buckets: list[weakref.ref[Tensor]] = []
+        for name, tensor in shardwise.iterate_full_parameters(model):
+            alike = torch.equal(tensor, full[name])  # not inside the assert, which would keep the tensor
+            assert alike
+            buckets.append(weakref.ref(tensor._base))  # type: ignore[type-var]
+            seen.append(name)
+            del tensor
+            alive = {id(ref) for ref in buckets if ref() is not None}
+            assert len(alive) == 1
+        assert seen == sorted(full)
+
+    run_ranks(num_ranks, body)
+
+
+@all_stages
+def test_a_state_dict_for_rank_0_only_is_whole_there_and_nowhere_else(stage: int) -> None:
+    def body(mesh: Mesh) -> None:
+        model = shard(fill(TiedLanguageModel()), mesh, stage)
+        full = shardwise.full_state_dict(model)
+        found = shardwise.full_state_dict(model, rank0_only=True, offload_to_cpu=True)
+        if flat_rank(mesh):
+            assert found == {}
+        else:
+            assert_all_equal(found, full)
+            assert list(found) == list(full)
+            assert all(tensor.device.type == "cpu" for tensor in found.values())
+
+    run_ranks(2, body)

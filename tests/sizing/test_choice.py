@@ -12,7 +12,7 @@ from shardwise.comm.base import Mesh
 from shardwise.errors import ConfigError
 from shardwise.models.sizes import SIZES
 from shardwise.sizing.case import Case, Memory, Need
-from shardwise.sizing.choice import Question, ask, chosen_settings
+from shardwise.sizing.choice import Question, ask
 from shardwise.sizing.states import parse_num_params, state_rows
 from shardwise.sizing.subject import SizingSubject
 from shardwise.testing.ranks import run_ranks
@@ -128,7 +128,7 @@ def test_written_settings_give_the_planned_model(name: str, tmp_path: Path) -> N
     choice = ask(subject, Question(memory=memory(2**42), gpus=2, micro=3, stages=(3,), precisions=("bf16",),
                                    checkpointing=(True,)))  # fmt: skip
     assert choice.best is not None
-    settings, notes = chosen_settings(subject, choice.best, choice.question.memory)
+    settings = subject.settings(choice.best.need.case)
     path = tmp_path / "settings.toml"
     path.write_text(settings_as_toml(settings))
     again = load_settings(path, num_ranks=2)
@@ -136,18 +136,7 @@ def test_written_settings_give_the_planned_model(name: str, tmp_path: Path) -> N
     config = again.config
     assert (config.stage, config.precision.param, config.batch.micro, config.model.context) == (3, "bf16", 3, 16)
     assert config.model.activation_checkpointing
-    assert not notes
     assert config.model.vocab == SIZES[name].vocab
-
-
-def test_a_sample_that_would_not_fit_is_switched_off() -> None:
-    choice = ask(NANO, Question(memory=memory(need(3, gpus=8).peak), gpus=8, micro=2, stages=(3,),
-                                precisions=("fp32",), checkpointing=(False,)))  # fmt: skip
-    assert choice.best is not None
-    tiny = memory(choice.best.need.states + choice.best.need.num_params)
-    settings, notes = chosen_settings(NANO, choice.best, tiny)
-    assert settings.config.train.sample_tokens == 0
-    assert "whole model" in notes[0]
 
 
 def test_settings_of_a_file_are_kept(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def nobody_asks_which_stage(path: str, tree: ast.AST) -> Breaches:
         "train/",
         "simulation/",
         "sizing/",
+        "audit/",
     )  # what a user writes names a stage
     if is_in(path, ("__init__.py", "sharding.py", "api.py", *settings, "cli/", "testing/")):
         return

@@ -16,6 +16,7 @@ from shardwise.comm.base import Mesh
 from shardwise.errors import ConfigError
 from shardwise.models.sizes import SIZES
 from shardwise.testing.ranks import run_ranks
+from shardwise.train import loop
 from shardwise.train.loop import RunTask, planned_bytes, prepare, run_rank
 from shardwise.train.measure import parameter_digest
 from shardwise.train.model import Blueprint
@@ -311,3 +312,36 @@ def test_sample_follows_the_model_and_stops_at_the_end(temperature: float, expec
     )
     assert text == expected
     assert seen == [2, 3, 3]
+
+
+def test_a_sample_without_room_for_the_whole_model_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[str] = []
+    real = loop.unsharded
+
+    def counted(model: nn.Module, *, writes: bool) -> Any:
+        gathers.append("whole")
+        return real(model, writes=writes)
+
+    monkeypatch.setattr(loop, "unsharded", counted)
+    samples = []
+    for name, room in (("roomy", 1 << 40), ("full", 0)):
+        monkeypatch.setattr(loop, "room_bytes", lambda device, room=room: room)
+        monkeypatch.setattr(loop, "SMALL_BYTES", 0)
+        finished, _ = run(task_of(tmp_path / name, text_file(tmp_path), train={"sample_tokens": 9}))
+        samples.append(finished[0].sample)
+    assert samples[0] == samples[1]
+    assert len(gathers) == NUM_RANKS  # the roomy run's
+
+
+def test_the_end_of_a_run_gathers_one_bucket_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    real = loop.full_state_dict
+
+    def watched(model: nn.Module, **options: Any) -> Any:
+        state = real(model, **options)
+        kept.append(bool(state))
+        return state
+
+    monkeypatch.setattr(loop, "full_state_dict", watched)
+    run(task_of(tmp_path / "run", text_file(tmp_path)))
+    assert sorted(kept) == [False, True]

@@ -15,7 +15,7 @@ from shardwise.cli.quantities import parse_bytes
 from shardwise.cli.simulate import check_json_path, parse_names, parse_stages, show, write_json
 from shardwise.errors import ConfigError
 from shardwise.sizing.case import MARGIN, Case, Memory
-from shardwise.sizing.choice import Choice, Question, ask, chosen_settings
+from shardwise.sizing.choice import Choice, Question, ask
 from shardwise.sizing.states import parse_num_params, state_rows
 from shardwise.sizing.subject import SizingSubject
 from shardwise.sizing.tables import choice_facts, choice_tables, state_facts, state_tables
@@ -134,14 +134,12 @@ def _ask(subject: SizingSubject, question: Question) -> Choice:
 
 def _write(subject: SizingSubject, choice: Choice, path: Path) -> None:
     assert choice.best is not None
-    settings, notes = chosen_settings(subject, choice.best, choice.question.memory)
+    settings = subject.settings(choice.best.need.case)
     head = f"# shardwise train {path.name} --ranks {choice.best.need.case.gpus}\n"
     try:
         path.write_text(head + settings_as_toml(settings), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write {str(path)!r}: cannot be written: {error.strerror}") from error
-    for note in notes:
-        typer.echo(f"note: {note}")
     typer.echo(f"settings: {path}; shardwise train {path} --ranks {choice.best.need.case.gpus}")
 
 

@@ -14,6 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
+from shardwise.cli.find import find
 from shardwise.cli.train_view import TrainView, kinds_and_bytes, text_facts
 from shardwise.comm.process_group import mesh_from
 from shardwise.config.resolve import Resolved
@@ -63,6 +64,21 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its origin, and leave.")
     ] = False,
+    find_micro_batch: Annotated[
+        bool,
+        typer.Option(
+            "--find-micro-batch",
+            help="Find the largest micro-batch that runs, print it beside the planned one, and leave.",
+        ),
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --find-micro-batch: of one rank, such as 2GiB; left out on CUDA: the device's.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the planned memory, and leave.")
     ] = False,
@@ -79,6 +95,8 @@ def train(
     here = "cuda" if torch.cuda.is_available() else "cpu"
     settings = load_settings(config, overrides=chosen, num_ranks=num_ranks, device=here)
     device_type = _device_type(settings, environment)
+    if memory is not None and not find_micro_batch:
+        raise typer.BadParameter("limits the runs of --find-micro-batch only", param_hint="'--memory'")
     if print_config:
         typer.echo(settings_as_toml(settings), nl=False)
         return
@@ -86,6 +104,11 @@ def train(
     is_first = environment.rank in (None, 0)
     for note in settings.notes if is_first else ():
         typer.echo(f"note: {note}", err=True)
+    if find_micro_batch:
+        if environment.rank is not None:
+            raise ConfigError("--find-micro-batch starts processes of its own: use it without a launcher")
+        find(config, chosen, num_ranks, device_type, memory)
+        return
     if dry_run:
         if is_first:
             _show_plan(settings, console)

@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         stage: ZeRO stage.
-        precision: dtype of the parameters, "fp32", "bf16" or "fp16".
+        precision: dtype of the parameters, "fp32", "bf16" or "fp16"; None: as they are built.
         checkpointing: whether blocks are computed again in backward.
         gpus: number of data-parallel ranks.
         micro: samples per forward on one rank.
@@ -33,7 +33,7 @@ class Case:
     """
 
     stage: int
-    precision: str
+    precision: str | None
     checkpointing: bool
     gpus: int
     micro: int

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shardwise.config.resolve import Resolved
 from shardwise.errors import ConfigError
 from shardwise.sizing.case import Case, Memory, Need, Verdict
 from shardwise.sizing.search import largest
 from shardwise.sizing.subject import SizingSubject
 
-__all__ = ["Answer", "Choice", "Question", "ask", "chosen_settings"]
+__all__ = ["Answer", "Choice", "Question", "ask"]
 
 MOST: Mapping[str, int] = MappingProxyType({"gpus": 1024, "micro": 65536, "depth": 4096})
 
@@ -45,7 +44,7 @@ class Question:
     micro: int | None = 1
     depth: int | Literal["own"] | None = "own"
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    precisions: tuple[str | None, ...] = ("bf16", "fp32")
     checkpointing: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
@@ -123,18 +122,6 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
         rows.append(_answer(subject, question, case, tell))
     fitting = [row for row in rows if row.verdict == "fits"]
     return Choice(question=question, answers=tuple(rows), best=_best(fitting, question))
-
-
-def chosen_settings(subject: SizingSubject, answer: Answer, memory: Memory) -> tuple[Resolved, tuple[str, ...]]:
-    """Return the settings of a row, for ``settings_as_toml``, and what was changed so that its run needs no more."""
-    need = answer.need
-    more: list[str] = []
-    notes: list[str] = []
-    whole = need.num_params * (4 if need.case.precision == "fp32" else 2)
-    if need.case.stage == 3 and memory.verdict(need.states + whole) != "fits":
-        more.append("train.sample_tokens=0")
-        notes.append("train.sample_tokens = 0: a sample needs the whole model on one device")
-    return subject.settings(need.case, *more), tuple(notes)
 
 
 def _best(fitting: Sequence[Answer], question: Question) -> Answer | None:

@@ -31,7 +31,8 @@ class SizingSubject:
     """What the command line calls MODEL.
 
     Args:
-        name: a built-in model, a folder of a Hugging Face model, or a TOML or JSON file of settings.
+        name: a built-in model, a folder of a Hugging Face model, or a TOML or JSON file of settings; None: what
+            ``shardwise train`` takes without any.
         overrides: "key=value" settings.
         context: length of sequences, in tokens; None: that of the settings or the model.
 
@@ -39,11 +40,11 @@ class SizingSubject:
         ConfigError: there is nothing of this name, or its settings are wrong.
     """
 
-    def __init__(self, name: str, *, overrides: Sequence[str] = (), context: int | None = None) -> None:
-        self.name = name
-        self._source = name if Path(name).suffix in CONFIG_SUFFIXES else None
+    def __init__(self, name: str | None, *, overrides: Sequence[str] = (), context: int | None = None) -> None:
+        self.name = name or "settings"
+        self._source = name if name is not None and Path(name).suffix in CONFIG_SUFFIXES else None
         chosen = [] if context is None else [f"model.context={context}"]
-        if self._source is None:
+        if self._source is None and name is not None:
             if name not in SIZES and not Path(name).expanduser().is_dir():
                 raise ConfigError(
                     f"{name!r} is no built-in model ({', '.join(MAIN_SIZES)}, ...), no folder, no TOML or JSON file, "
@@ -76,7 +77,7 @@ class SizingSubject:
         config = self.written.config.model
         return None if config.name not in SIZES else config.depth or SIZES[config.name].shape.num_layers
 
-    def settings(self, case: Case, *more: str) -> Resolved:
+    def settings(self, case: Case) -> Resolved:
         """Return the settings of a case, as a run would read them.
 
         Raises:
@@ -84,12 +85,12 @@ class SizingSubject:
         """
         chosen = [
             f"stage={case.stage}",
-            f"precision.param={case.precision}",
             f"batch.micro={case.micro}",
             f"model.activation_checkpointing={str(case.checkpointing).lower()}",
+            *([] if case.precision is None else [f"precision.param={case.precision}"]),
             *([] if case.depth is None else [f"model.depth={case.depth}"]),
         ]
-        return load_settings(self._source, overrides=[*self._overrides, *chosen, *more], num_ranks=case.gpus)
+        return load_settings(self._source, overrides=[*self._overrides, *chosen], num_ranks=case.gpus)
 
     def need(self, case: Case, memory: Memory | None = None) -> Need:
         """Return what a case needs; of states that exceed the memory alone, only these.

@@ -118,7 +118,7 @@ def _table(choice: Choice) -> Table:
         cells = [
             ">" if row is choice.best else "",
             str(case.stage),
-            case.precision,
+            case.precision or "own",
             "blocks" if case.checkpointing else "no",
             cell(_states_at_peak(need)),
             activations,

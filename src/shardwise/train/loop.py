@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from shardwise.access import full_parameters, full_state_dict, measured_bytes
+from shardwise.access import full_state_dict, iterate_full_parameters, measured_bytes
 from shardwise.api import plan, unsharded
 from shardwise.checkpoint.calls import wait_for_save
 from shardwise.comm.base import Mesh, flat_rank
@@ -29,7 +29,7 @@ from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.runtime.record import Agreement
 from shardwise.start import OPTIMIZERS, initialize, precision_of
-from shardwise.train.measure import parameter_digest, peak_rss_bytes
+from shardwise.train.measure import digest_in_order, peak_rss_bytes, room_bytes
 from shardwise.train.model import Blueprint, blueprint
 from shardwise.train.output import METRICS, SUMMARY, keep_metrics, write_json, write_weights
 from shardwise.train.progress import Progress, resume_run, save_run
@@ -42,6 +42,7 @@ from shardwise.train.tokens import Tokenizer, load_tokenizer
 __all__ = ["Parts", "RunTask", "planned_bytes", "prepare", "run_process", "run_rank"]
 
 Tell = Callable[[Message], None]
+SMALL_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +275,7 @@ class _Run:
                 self._save()
         wait_for_save(self._engine.module)
         progress.seconds = clock.seconds()
-        digest = parameter_digest(full_parameters(self._engine.module))
+        digest = digest_in_order(tensor for _, tensor in iterate_full_parameters(self._engine.module))
         finished = Finished(
             steps=progress.step,
             seconds=progress.seconds,
@@ -377,7 +378,7 @@ class _Run:
         usual = "\n    def " if self._config.data.path is None else "\n"
         model = self._engine.module
         model.eval()
-        with unsharded(model, writes=False):  # one gather for all tokens
+        with unsharded(model, writes=False) if self._has_room_for_all() else nullcontext():
             text = sample_text(
                 lambda tokens: parts.blueprint.logits(model, tokens),
                 parts.tokenizer,
@@ -392,6 +393,15 @@ class _Run:
         self._tell(Sampled(step=step, text=text))
         return text
 
+    def _has_room_for_all(self) -> bool:
+        """Whether every rank can hold the whole model without needing more than training did: one gather for a sample.
+
+        Otherwise each token gathers unit by unit, as a forward does.
+        """
+        whole = sum(p.numel() * p.element_size() for p in self._parts.blueprint.meta().parameters())
+        (num_roomy,) = self._sum_over_ranks(float(max(room_bytes(self._device), SMALL_BYTES) >= whole))
+        return num_roomy == self._settings.num_ranks
+
     def _save(self) -> None:
         options = self._config.train
         save_run(
@@ -404,7 +414,7 @@ class _Run:
 
     def _write_weights(self) -> Path:
         """Write the weights of all ranks, on rank 0."""
-        state = full_state_dict(self._engine.module)
+        state = full_state_dict(self._engine.module, rank0_only=True, offload_to_cpu=True)
         folder = self._task.folder
         if self._rank == 0:
             self._parts.blueprint.save_config(folder)
