@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.comm.base import Mesh
+from shardwise.dryrun.hollow import SMALL_BYTES
 from shardwise.dryrun.run import DryRun, dry_run, mirrors, rehearse
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT, Block, GPTConfig
@@ -122,6 +124,35 @@ def test_a_large_model_takes_no_memory() -> None:
     matrices = 4 * 12 * 2048**2 + 32_000 * 2048
     attention = 4 * 4 * 8 * 1024**2 * 2048  # the whole square, as it is counted
     assert dry.flops["forward"] == 2 * matrices * 8 * 1024 + attention
+
+
+def test_records_of_a_thousand_ranks_are_not_hollow() -> None:
+    layers = 100
+    dry = dry_run(
+        lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))),
+        lambda: torch.ones(2, 4),
+        square,
+        1024,
+        stage=3,
+        units=nn.Linear,
+        max_norm=1.0,
+    )
+    assert 2 * layers * 8 * 1024 > SMALL_BYTES  # a word of every parameter and rank
+    assert dry.at_rest["param"] == layers * 64 * 4
+
+
+def test_activations_may_be_larger_than_the_host() -> None:
+    rows = 1 << 19
+    dry = dry_run(lambda: nn.Linear(1, rows, bias=False), lambda: torch.ones(rows, 1), square, 2, stage=0)
+    assert dry.peak.by_kind["activation"] >= rows * rows * 4
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0", reason="the kernel promises any memory"
+)
+def test_a_parameter_larger_than_the_host_is_an_error_in_words() -> None:
+    with pytest.raises(ConfigError, match="no address space"):
+        dry_run(lambda: nn.Linear(1 << 20, 1 << 20, bias=False), lambda: torch.ones(1, 1 << 20), square, 2, stage=0)
 
 
 def test_a_shape_that_depends_on_data_is_an_error_by_name() -> None:

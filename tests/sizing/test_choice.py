@@ -150,6 +150,24 @@ def test_settings_of_a_file_are_kept(tmp_path: Path) -> None:
     assert other.states - found.states == pytest.approx(found.num_params * 4 / 2, rel=0.01)
 
 
+@pytest.mark.needs_peer("transformers")
+def test_a_hugging_face_folder_without_weights_is_planned(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+    config.save_pretrained(tmp_path)
+    subject = SizingSubject(str(tmp_path), context=32)
+    plain, again = (
+        subject.need(Case(stage=3, precision="bf16", checkpointing=again, gpus=4, micro=16)) for again in (False, True)
+    )
+    assert plain.num_params == sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    assert again.peak < plain.peak
+    with pytest.raises(ConfigError, match="cannot be chosen"):
+        ask(subject, Question(memory=memory(1), gpus=1, depth=None))
+
+
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not several"):
         Question(memory=memory(1), gpus=None, micro=None)

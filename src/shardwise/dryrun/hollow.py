@@ -6,6 +6,7 @@ touched, so classes, views, hooks and storages behave as in a real run; memory o
 Why not ``FakeTensorMode``: docs/design/0012-hollow-tensors.md.
 """
 
+import mmap
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,8 @@ from shardwise.numerics import fingerprint as _operator  # noqa: F401 - it must 
 __all__ = ["Hollow"]
 
 SMALL_BYTES = 1 << 20
+SMALL_WHOLE_BYTES = 1 << 28  # of whole numbers: tokens, and the records of the ranks, which grow with their number
+_MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
 _ATEN = torch.ops.aten
 _ANSWERS = MappingProxyType(
     {
@@ -89,17 +92,34 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "have: leave the part of the model out, or measure a real run"
                 ) from error
             return func(*args, **kwargs)
-        if not reads_hollow and all(shape.nbytes <= SMALL_BYTES for shape in _tensors([shapes])):
+        if not reads_hollow and all(_is_small(shape) for shape in _tensors([shapes])):
             return func(*args, **kwargs)
-        return _map(self._empty, shapes)
+        return _map(lambda shape: self._empty(shape, is_resized=not inputs), shapes)
 
-    def _empty(self, shape: Tensor) -> Tensor:
-        if shape.nbytes <= SMALL_BYTES:
+    def _empty(self, shape: Tensor, *, is_resized: bool) -> Tensor:
+        if _is_small(shape):
             zeros = torch.from_numpy(numpy.zeros(shape.untyped_storage().nbytes(), dtype=numpy.uint8))
             return zeros.view(shape.dtype).as_strided(shape.shape, shape.stride())
-        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        made = _untouched(shape.untyped_storage().nbytes(), shape.dtype, is_resized=is_resized).as_strided(
+            shape.shape, shape.stride()
+        )
         self._live.add(made, hollow=True)
         return made
+
+
+def _is_small(shape: Tensor) -> bool:
+    return shape.nbytes <= (SMALL_BYTES if shape.is_floating_point() else SMALL_WHOLE_BYTES)
+
+
+def _untouched(num_bytes: int, dtype: torch.dtype, *, is_resized: bool) -> Tensor:
+    """Return a flat tensor of pages that nobody has touched, if nobody resizes it also of more than the host has."""
+    try:
+        return torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
+    except RuntimeError:
+        if is_resized:
+            raise
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=dtype)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:

@@ -83,9 +83,16 @@ def dry_run(
         ConfigError: a setting is wrong, or a shape depends on data.
     """
     mesh = mirrors(num_ranks, rank)
-    return rehearse(
-        make_model, make_batch, loss, mesh, optimizer=optimizer, max_norm=max_norm, accumulation=accumulation, **options
-    )
+    options |= {"optimizer": optimizer, "max_norm": max_norm, "accumulation": accumulation}
+    try:
+        return rehearse(make_model, make_batch, loss, mesh, **options)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"this host gives no address space for one of the tensors, although nothing would touch it: {error}. Take "
+            "smaller units, or let the kernel promise more: sysctl vm.overcommit_memory=1"
+        ) from error
 
 
 def rehearse(
