@@ -11,6 +11,8 @@ from shardwise.access import (
     local_parameters,
     measured_bytes,
 )
+from shardwise.accounting.report import MemoryReport, memory_report
+from shardwise.accounting.shortage import explain_memory
 from shardwise.api import (
     clip_grad_norm_,
     clip_grad_value_,
@@ -36,11 +38,13 @@ from shardwise.errors import (
 )
 from shardwise.initial.recipe import Recipe, deferred_init
 from shardwise.initial.weights import from_weights
+from shardwise.memory import OutOfMemoryError
 from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.precision import LossScale, Precision
 from shardwise.sharding import Sharding, hybrid, stage_sharding
 from shardwise.simulation.calls import Simulation, Verification, simulate, verify
 from shardwise.start import initialize
+from shardwise.trace.calls import Timeline, timeline
 
 __version__ = "0.1.0"
 
@@ -51,8 +55,10 @@ __all__ = [
     "LayoutError",
     "Loaded",
     "LossScale",
+    "MemoryReport",
     "NonFiniteError",
     "OffloadError",
+    "OutOfMemoryError",
     "Precision",
     "RankMismatchError",
     "Recipe",
@@ -61,11 +67,13 @@ __all__ = [
     "ShardwiseError",
     "Simulation",
     "StateError",
+    "Timeline",
     "Verification",
     "__version__",
     "clip_grad_norm_",
     "clip_grad_value_",
     "deferred_init",
+    "explain_memory",
     "from_weights",
     "full_gradients",
     "full_optimizer_state",
@@ -79,6 +87,7 @@ __all__ = [
     "local_optimizer_state",
     "local_parameters",
     "measured_bytes",
+    "memory_report",
     "no_sync",
     "plan",
     "save_checkpoint",
@@ -87,6 +96,7 @@ __all__ = [
     "shard_optimizer",
     "simulate",
     "stage_sharding",
+    "timeline",
     "unshard_model",
     "unsharded",
     "verify",

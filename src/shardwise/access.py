@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwise.accounting.held import optimizer_bytes
 from shardwise.comm.base import Verb, flat_rank
 from shardwise.managed import Managed
 from shardwise.memory import Kind
@@ -191,19 +192,11 @@ def measured_bytes(model: nn.Module) -> dict[str, int]:
     """
     managed = Managed.of(model)
     ledger = managed.runtime.means.arena.ledger.now
-    optim = sum(
-        value.nbytes
-        for link in _links(managed)
-        for fragments in link.fragments()
-        for param in fragments.params.values()
-        for value in link.optimizer.state.get(param, {}).values()
-        if isinstance(value, Tensor) and value.shape == param.shape
-    )
     return {
         "param": ledger[Kind.PARAM],
         "master": ledger[Kind.MASTER],
         "grad": ledger[Kind.GRAD],
-        "optim": optim,
+        "optim": sum(optimizer_bytes(managed).values()),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.accounting.shortage import explainer
 from shardwise.binding import Binding
 from shardwise.build import Settings, ShardingRule, agree_on_plan, agree_on_values, plan_buckets
 from shardwise.comm.base import Mesh
@@ -130,7 +131,7 @@ def shard(
     whole: Mesh = mesh_from(mesh)
     sizes = {axis: comm.size for axis, comm in whole.items()}
     members = plan_buckets(model, params, found, sizes, settings)
-    moving: Mesh = {axis: whole[axis] for axis in settings.axes(sizes)}
+    moving = {axis: whole[axis] for axis in settings.axes(sizes)}
     agreement = Agreement(moving, device)
     agree_on_plan(agreement, members, settings)
     job = Job(model=model, params=params, agreement=agreement, mesh=moving, device=device)
@@ -145,6 +146,7 @@ def shard(
         scaler=_scaler(settings.precision, members),
     )
     managed = Managed(model, found, runtime, Settler(runtime, agreement), settings, moving)
+    means.arena.explain = explainer(managed)
     first = managed.reserve(len(members))
     buckets: list[tuple[Bucket, Sequence[NamedParam]]] = []
     for number, member in enumerate(members):  # one at a time: no more than one bucket is whole twice

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.accounting.shortage import explain_memory, raise_explained
 from shardwise.accumulation import AccumulationWindow, checked_count, is_divided_by
 from shardwise.api import clip_grad_norm_, scale_loss
 from shardwise.config.resolve import Resolved
@@ -92,7 +93,11 @@ class Engine(EngineCheckpoints):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         self._check_alive()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            raise_explained(self._managed, error)
+            raise
 
     def backward(
         self,
@@ -119,6 +124,7 @@ class Engine(EngineCheckpoints):
         Raises:
             ConfigError: ``count`` is missing where it is needed, or given where it has no meaning.
             StateError: there is no optimizer, or the loss is not a scalar.
+            OutOfMemoryError: memory cannot be had; so do the forward and ``step``.
         """
         self._check_trains("backward")
         given: Any = loss
@@ -139,9 +145,11 @@ class Engine(EngineCheckpoints):
         before = runtime.num_backwards
         try:
             scale_loss(self.module, loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
             if runtime.in_backward:  # the window's gradients are going to be discarded
                 self._restart_count()
+            if isinstance(error, Exception):
+                raise_explained(self._managed, error)
             raise
         finally:
             runtime.factor = factor
@@ -181,7 +189,8 @@ class Engine(EngineCheckpoints):
             raise StateError("step: lr_kwargs are for a scheduler, and the engine has none")
         updates = window.ends_next
         if updates:
-            self._update()
+            with explain_memory(self.module):
+                self._update()
         window.advance(updated=updates)
         self.micro_steps += 1
         self._set_window()

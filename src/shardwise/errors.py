@@ -9,6 +9,8 @@
      +- CheckpointError(RuntimeError)     missing, damaged or unlike checkpoint
      +- OffloadError(OSError)             file or pinned-memory failure
 
+``OutOfMemoryError`` is torch's error too, so it is in ``memory.py``: this layer knows dtypes only.
+
 A message says what, where (unit, parameter, rank), what was expected and found, and what to do.
 """
 

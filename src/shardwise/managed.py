@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.binding import Binding
 from shardwise.build import Member, Settings, plan_buckets
-from shardwise.comm.base import Mesh, reserve
+from shardwise.comm.base import Comm, Mesh, reserve
 from shardwise.comm.council import Council
 from shardwise.errors import ConfigError, StateError
 from shardwise.hooks import ModelHooks, backward_is_running
@@ -88,7 +88,7 @@ class Managed:
         runtime: Runtime,
         settler: Settler,
         settings: Settings,
-        mesh: Mesh,
+        mesh: dict[str, Comm],
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -142,6 +142,12 @@ class Managed:
         first = max(reserve(self.mesh, count), self._next_index)
         self._next_index = first + count
         return first
+
+    def wrap_comms(self, wrap: Callable[[str, Comm], Comm]) -> Callable[[], None]:
+        """Put a communicator around each one of this model, by axis; return what takes them away again."""
+        before = dict(self.mesh)
+        self.mesh.update({axis: wrap(axis, comm) for axis, comm in before.items()})
+        return lambda: self.mesh.update(before)
 
     def bind(self, members: Sequence[Member], buckets: Sequence[Bucket]) -> None:
         """Tie parameters to the buckets that were made for them."""
@@ -371,7 +377,7 @@ def make_bucket(runtime: Runtime, member: Member, index: int, mesh: Mesh) -> Buc
         placement=plan.placement,
         dtypes=plan.dtypes,
         trainable=plan.trainable,
-        mesh={axis: mesh[axis] for axis in plan.placement.axes},
+        mesh=mesh,
         arena=runtime.means.arena,
         lanes=runtime.means.lanes,
         journal=runtime.means.journal,

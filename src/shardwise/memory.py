@@ -5,7 +5,8 @@ saved by autograd, cached slot views. See docs/design/0002-flat-buffers.md.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -13,15 +14,32 @@ import torch
 from torch import Tensor
 
 from shardwise.environment import read_variables
+from shardwise.errors import ShardwiseError
 
-__all__ = ["Arena", "Kind", "Ledger", "Slab"]
+__all__ = ["Arena", "Kind", "Ledger", "OutOfMemoryError", "Slab", "is_out_of_memory"]
 
 # What a user may have said about glibc's allocator; it is left alone then.
 _ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _MIN_MAPPED_BYTES, _MAX_MAPPED_BYTES = 1 << 17, 1 << 25  # glibc's DEFAULT_MMAP_THRESHOLD and its largest
 _PAGE_BYTES = 4096
+_CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
 _MAX_INT = (1 << 31) - 1
+
+
+class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError):
+    """Memory could not be had, on any device; says who holds how much, and what to change.
+
+    It is torch's own error of CUDA too, and so a RuntimeError, as torch raises on the CPU.
+    """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had: torch's on any device, or Python's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch 2.11-2.13 have no class for the CPU
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
 
 
 class Kind(StrEnum):
@@ -36,9 +54,14 @@ class Kind(StrEnum):
 
 
 class Ledger:
-    """Bytes held by kind, now and at most."""
+    """Bytes held by kind, now and at most.
+
+    Attributes:
+        on_change: told of every change, after it: the kind, whose it is, bytes more (or, if negative, fewer).
+    """
 
     def __init__(self) -> None:
+        self.on_change: Callable[[Kind, str, int], None] | None = None
         self._now = dict.fromkeys(Kind, 0)
         self._peak = dict.fromkeys(Kind, 0)
         self.peak_total_bytes = 0
@@ -58,11 +81,13 @@ class Ledger:
         """Bytes of all kinds held now."""
         return sum(self._now.values())
 
-    def add(self, kind: Kind, num_bytes: int) -> None:
-        """Count ``num_bytes`` more (or, if negative, fewer) of ``kind``."""
+    def add(self, kind: Kind, num_bytes: int, owner: str = "") -> None:
+        """Count ``num_bytes`` more (or, if negative, fewer) of ``kind``; ``owner`` is told to ``on_change`` only."""
         self._now[kind] += num_bytes
         self._peak[kind] = max(self._peak[kind], self._now[kind])
         self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)
+        if self.on_change is not None:
+            self.on_change(kind, owner, num_bytes)
 
     def reset_peak(self) -> None:
         """Forget the peaks: they start again from what is held now."""
@@ -76,11 +101,13 @@ class Slab:
     ``tensor`` has ``numel`` elements always; touching it while the slab is empty is an error of ours.
     """
 
-    def __init__(self, arena: "Arena", kind: Kind, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, arena: "Arena", kind: Kind, numel: int, dtype: torch.dtype, owner: str) -> None:
         self._arena = arena
-        self._kind = kind
-        self.tensor = torch.empty(numel, dtype=dtype, device=arena.device)
+        self.kind = kind
         self.num_bytes = numel * dtype.itemsize
+        self._owner = owner
+        with arena.explained(kind, owner, self.num_bytes):
+            self.tensor = torch.empty(numel, dtype=dtype, device=arena.device)
         self.tensor.untyped_storage().resize_(0)
         self.filled = False
         self._own_aliases = 0
@@ -99,11 +126,19 @@ class Slab:
         return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
 
     def fill(self) -> Tensor:
-        """Give the slab memory (contents undefined) if it has none; return the flat tensor."""
+        """Give the slab memory (contents undefined) if it has none; return the flat tensor.
+
+        Raises:
+            OutOfMemoryError: there is not so much memory; the slab stays empty.
+        """
         if not self.filled:
+            try:
+                self._arena.resize(self.tensor, self.num_bytes)
+            except (RuntimeError, MemoryError) as error:
+                self._arena.explain_failure(error, self.kind, self._owner, self.num_bytes)
+                raise
             self.filled = True
-            self._arena.resize(self.tensor, self.num_bytes)
-            self._arena.ledger.add(self._kind, self.num_bytes)
+            self._arena.ledger.add(self.kind, self.num_bytes, self._owner)
         return self.tensor
 
     def release(self) -> None:
@@ -111,40 +146,73 @@ class Slab:
         if self.filled:
             self.filled = False
             self._arena.resize(self.tensor, 0)
-            self._arena.ledger.add(self._kind, -self.num_bytes)
+            self._arena.ledger.add(self.kind, -self.num_bytes, self._owner)
 
     def abandon(self) -> None:
         """Leave the memory to whoever still refers to it (a graph of autograd) and count it no more."""
         if self.filled:
             self.filled = False
-            self._arena.ledger.add(self._kind, -self.num_bytes)
+            self._arena.ledger.add(self.kind, -self.num_bytes, self._owner)
 
 
 class Arena:
-    """Allocates on one device and keeps the ledger."""
+    """Allocates on one device and keeps the ledger.
+
+    Attributes:
+        explain: says more about a shortage of memory than the arena knows; None until a model is sharded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.explain: Callable[[], str] | None = None
         self.ledger = Ledger()
         self._largest_slab_bytes = self._slab_bytes = 0
 
-    def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
-        """Return an empty slab of ``numel`` elements."""
-        slab = Slab(self, kind, numel, dtype)
+    def slab(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Slab:
+        """Return an empty slab of ``numel`` elements that belongs to ``owner``."""
+        slab = Slab(self, kind, numel, dtype, owner)
         self._largest_slab_bytes = max(self._largest_slab_bytes, slab.num_bytes)
         self._slab_bytes += slab.num_bytes
         return slab
 
-    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed flat tensor that rests until ``drop``."""
-        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
-        self.ledger.add(kind, tensor.nbytes)
+    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Tensor:
+        """Return a zeroed flat tensor that rests until ``drop``.
+
+        Raises:
+            OutOfMemoryError: there is not so much memory.
+        """
+        with self.explained(kind, owner, numel * dtype.itemsize):
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.ledger.add(kind, tensor.nbytes, owner)
         return tensor
 
-    def drop(self, kind: Kind, tensor: Tensor) -> None:
+    def drop(self, kind: Kind, tensor: Tensor, owner: str = "") -> None:
         """Give back what ``persistent`` returned."""
-        self.ledger.add(kind, -tensor.nbytes)
+        self.ledger.add(kind, -tensor.nbytes, owner)
         self.resize(tensor, 0)
+
+    @contextmanager
+    def explained(self, kind: Kind, owner: str, num_bytes: int) -> Iterator[None]:
+        """Raise an error of ours where memory for ``owner`` cannot be had inside."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.explain_failure(error, kind, owner, num_bytes)
+            raise
+
+    def explain_failure(self, error: Exception, kind: Kind, owner: str, num_bytes: int) -> None:
+        """Raise an error of ours if ``error`` says that memory could not be had; return if it is about another thing.
+
+        Raises:
+            OutOfMemoryError: with what is held and, if there is somebody to ask, what to change.
+        """
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            return
+        held = ", ".join(f"{each} {count:,}" for each, count in self.ledger.now.items())
+        more = f"bytes held (measured): {held}" if self.explain is None else self.explain()
+        raise OutOfMemoryError(
+            f"{num_bytes:,} bytes ({kind} of {owner or 'nobody'}) cannot be had on {self.device}\n{more}"
+        ) from error
 
     def keep_freed_pages(self) -> bool:
         """Let glibc keep as much freed memory as the slabs have, for the next step; return whether it was asked to.

@@ -108,15 +108,15 @@ def _mark(words: str) -> None:
 class _MarkingArena(Arena):
     """An arena that leaves a mark for each address it gives out; the bytes are read from the allocator's events."""
 
-    def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
+    def slab(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Slab:
         """Return an empty slab of ``numel`` elements."""
-        slab = super().slab(kind, numel, dtype)
+        slab = super().slab(kind, numel, dtype, owner)
         slab.tensor.audit_kind = kind  # type: ignore[attr-defined]
         return slab
 
-    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Tensor:
         """Return a flat tensor that rests until ``drop``."""
-        tensor = super().persistent(kind, numel, dtype)
+        tensor = super().persistent(kind, numel, dtype, owner)
         _mark(f"{kind.value} {tensor.untyped_storage().data_ptr()}")
         return tensor
 

@@ -160,16 +160,16 @@ class LiveArena(Arena):
         self._live = live
         self._hollow = hollow
 
-    def slab(self, kind: Kind, numel: int, dtype: torch.dtype) -> Slab:
+    def slab(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Slab:
         """Return an empty slab of ``numel`` elements."""
-        slab = super().slab(kind, numel, dtype)
+        slab = super().slab(kind, numel, dtype, owner)
         self._live.adopt(slab.tensor, kind=kind.value, hollow=self._hollow)
         self._live.resized(slab.tensor)
         return slab
 
-    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+    def persistent(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Tensor:
         """Return a flat tensor that rests until ``drop``."""
-        tensor = super().persistent(kind, numel, dtype)
+        tensor = super().persistent(kind, numel, dtype, owner)
         self._live.adopt(tensor, kind=kind.value, hollow=self._hollow)
         return tensor
 

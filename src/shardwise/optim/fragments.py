@@ -39,7 +39,7 @@ class BucketFragments:
         self._cast: Slab | None = None
         dtypes = site.dtypes
         if dtypes.accumulate != dtypes.master:
-            self._cast = site.arena.slab(Kind.STAGING, bucket.params.master.numel(), dtypes.master)
+            self._cast = site.arena.slab(Kind.STAGING, bucket.params.master.numel(), dtypes.master, site.owner)
 
     def _make(self, part: Fragment) -> nn.Parameter:
         fragment = nn.Parameter(own_version(self._cut(self.bucket.params.master, part)))
@@ -85,6 +85,10 @@ class BucketFragments:
         self.set_guard(on=True)
         if self._cast is not None:
             self._cast.release()
+
+    def slabs(self) -> list[Slab]:
+        """Return what may hold memory."""
+        return [] if self._cast is None else [self._cast]
 
     @property
     def are_edited(self) -> bool:

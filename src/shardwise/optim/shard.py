@@ -16,8 +16,10 @@ from torch import nn
 
 from shardwise.errors import ConfigError, NonFiniteError, StateError
 from shardwise.managed import Managed
+from shardwise.memory import Slab
 from shardwise.optim.families import check_elementwise, state_at_start, supports_fused
 from shardwise.optim.fragments import BucketFragments
+from shardwise.runtime.bucket import Bucket
 
 __all__ = ["OnNonFinite", "ShardedOptimizer", "link_of", "shard_optimizer"]
 
@@ -89,6 +91,7 @@ class OptimizerLink:
 
     def __init__(self, optimizer: torch.optim.Optimizer, managed: Managed, on_nonfinite: OnNonFinite) -> None:
         self.optimizer = optimizer
+        self.original_class = type(optimizer)
         self.managed = managed
         self.on_nonfinite = on_nonfinite
         self.applied = False
@@ -162,6 +165,11 @@ class OptimizerLink:
     def fragments(self) -> list[BucketFragments]:
         """Return the fragments of every bucket this optimizer touches, in bucket order."""
         return [self._fragments[index] for index in sorted(self._fragments)]
+
+    def slabs_of(self, bucket: Bucket) -> list[Slab]:
+        """Return what may hold memory beside a bucket's own."""
+        fragments = self._fragments.get(bucket.site.index)
+        return [] if fragments is None else fragments.slabs()
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Settle the gradients, decide with all ranks, hand the fragments their gradients."""

@@ -44,9 +44,9 @@ class GradBuffers:
         self.site = site
         place, dtype, numel = site.placement, site.dtypes.accumulate, site.layout.numel
         shard_numel = numel // place.ways(place.num_grad)
-        self.resting = site.arena.slab(Kind.GRAD, shard_numel, dtype)
-        self._window = site.arena.slab(Kind.STAGING, shard_numel, dtype)
-        self._local = site.arena.slab(Kind.STAGING, numel, dtype) if place.num_grad else None
+        self.resting = site.arena.slab(Kind.GRAD, shard_numel, dtype, site.owner)
+        self._window = site.arena.slab(Kind.STAGING, shard_numel, dtype, site.owner)
+        self._local = site.arena.slab(Kind.STAGING, numel, dtype, site.owner) if place.num_grad else None
         self.state = GradState.EMPTY
         self.arrived: set[int] = set()
         self.pending: set[int] = set()
@@ -200,7 +200,7 @@ class GradBuffers:
         if self._agreed:
             self.site.journal.add(f"cleared {self.site.label}")
         self._agreed.clear()
-        for slab in self._slabs():
+        for slab in self.slabs():
             self._free(slab)
         self.arrived.clear()
         self.pending.clear()
@@ -215,7 +215,8 @@ class GradBuffers:
     def _window_slab(self) -> Slab:
         return self._window if self._has_result else self.resting
 
-    def _slabs(self) -> Iterable[Slab]:
+    def slabs(self) -> Iterable[Slab]:
+        """Return what may hold memory."""
         return (slab for slab in (self._local, self._window, self.resting) if slab is not None)
 
     def _view(self, slab: Slab, slot: Slot) -> Tensor:

@@ -44,16 +44,19 @@ class ParamBuffers:
         self.site = site
         place, dtypes, numel = site.placement, site.dtypes, site.layout.numel
         self.sharded_axes = place.num_param > 0
-        self.full = site.arena.slab(Kind.GATHERED if self.sharded_axes else Kind.PARAM, numel, dtypes.param)
+        kind = Kind.GATHERED if self.sharded_axes else Kind.PARAM
+        self.full = site.arena.slab(kind, numel, dtypes.param, site.owner)
         self.full.fill()
         for start, stop in site.layout.gaps:  # the rest is written by whoever brings the values
             self.full.tensor[start:stop].zero_()
         self.shard = self.full.tensor
         if self.sharded_axes:
-            self.shard = site.arena.persistent(Kind.PARAM, numel // place.ways(place.num_param), dtypes.param)
+            shard_numel = numel // place.ways(place.num_param)
+            self.shard = site.arena.persistent(Kind.PARAM, shard_numel, dtypes.param, site.owner)
         self.separate_master = site.trainable and dtypes.master != dtypes.param
         if self.separate_master:
-            self.master = site.arena.persistent(Kind.MASTER, numel // place.ways(place.num_optim), dtypes.master)
+            owned_numel = numel // place.ways(place.num_optim)
+            self.master = site.arena.persistent(Kind.MASTER, owned_numel, dtypes.master, site.owner)
         else:
             self.master = self.owned()
         self.still_held: Callable[[], bool] | None = None
@@ -224,9 +227,9 @@ class ParamBuffers:
         self.version = -1
         self.full.abandon()
         if self.sharded_axes:
-            self.site.arena.drop(Kind.PARAM, self.shard)
+            self.site.arena.drop(Kind.PARAM, self.shard, self.site.owner)
         if self.separate_master:
-            self.site.arena.drop(Kind.MASTER, self.master)
+            self.site.arena.drop(Kind.MASTER, self.master, self.site.owner)
 
     def touch(self) -> None:
         """Tell the instruments that compute reads the full parameters now."""

@@ -23,6 +23,7 @@ from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.grads import GradBuffers
 from shardwise.runtime.journal import Journal
 from shardwise.runtime.unit import Unit, Use
+from shardwise.runtime.watch import Moment, Watch
 from shardwise.schedule import Schedule, TraceEvent, Walk
 
 __all__ = ["Means", "Runtime", "Window"]
@@ -67,6 +68,7 @@ class Runtime:
         last_walk: the last root forward with grad mode.
         late_here: units that turned out late on this rank; the next record tells the others.
         before_change: called before masters or optimizer states change.
+        watch: told of every moment, while somebody watches.
     """
 
     def __init__(self, units: Sequence[Unit], means: Means, schedule: Schedule, scaler: LossScaler | None) -> None:
@@ -84,6 +86,7 @@ class Runtime:
         self._backward: _Backward | None = None
         self.before_change: list[Callable[[], None]] = []
         self._reducing: deque[GradBuffers] = deque()
+        self.watch: Watch | None = None
 
     @property
     def in_backward(self) -> bool:
@@ -102,6 +105,8 @@ class Runtime:
             unit.active = 0  # a pre-hook that failed left its mark
             unit.held = False
         self._trace = [] if records else None
+        if self.watch is not None:
+            self.watch(Moment.ROOT_BEGINS, None)
 
     def end_root(self, *, keeps: bool) -> None:
         """A root forward ended or failed: free what is not kept for a backward."""
@@ -117,6 +122,8 @@ class Runtime:
 
     def before_forward(self, unit: Unit) -> None:
         """A unit's forward begins: its parameters must be there."""
+        if self.watch is not None:
+            self.watch(Moment.FORWARD_BEGINS, unit)
         unit.active += 1
         unit.unshard()
         unit.wait()
@@ -132,10 +139,14 @@ class Runtime:
             self._trace.append(unit.end)
         if not self.in_backward and (self._trace is None or unit.index not in self.schedule.kept):
             unit.reshard()
+        if self.watch is not None:
+            self.watch(Moment.FORWARD_ENDS, unit)
 
     def begin_backward(self, *, expects_grads: bool = False) -> None:
         """The first event of a backward; ``expects_grads`` says that it will bring gradients of parameters."""
         self._backward = _Backward(reduces=expects_grads)
+        if self.watch is not None:
+            self.watch(Moment.BACKWARD_BEGINS, None)
 
     def before_backward(self, unit: Unit) -> None:
         """The gradients of a unit's outputs arrived: gather it, and the one before it.
@@ -143,6 +154,8 @@ class Runtime:
         Autograd runs the nodes that were made last first. So every unit that began after this one ended is through,
         also if this rank's data left some of its weights without a gradient: it is reduced now, as on the other ranks.
         """
+        if self.watch is not None:
+            self.watch(Moment.UNIT_REACHED, unit)
         if unit.index not in self.schedule.not_read_backward:
             unit.unshard()
         self._prefetch(unit, backward=True)
@@ -189,6 +202,8 @@ class Runtime:
             unit.reset_backward()
             unit.reshard()
         self._backward = None
+        if self.watch is not None:
+            self.watch(Moment.BACKWARD_ENDS, None)
 
     def check_idle(self) -> None:
         """Check that no backward is under way.
@@ -251,6 +266,8 @@ class Runtime:
                 bucket.params.settle()
             unit.reshard()
         self._backward = None
+        if self.watch is not None:
+            self.watch(Moment.RESET, None)
 
     def _prefetch(self, unit: Unit, *, backward: bool) -> None:
         for index in self.schedule.ahead(unit.index, backward=backward):
@@ -261,6 +278,8 @@ class Runtime:
     def _free_if_over(self, unit: Unit) -> None:
         if unit.backward_is_over:
             unit.reshard()
+        if self.watch is not None and unit.backward_is_over:
+            self.watch(Moment.UNIT_PASSED, unit)
 
     def _reduce_passed(self) -> None:
         """Reduce, in the agreed order, the units that the running backward has passed.

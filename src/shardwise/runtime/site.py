@@ -28,7 +28,7 @@ class Site:
     Attributes:
         index: the bucket's number in the model, the same on all ranks.
         label: what error messages call the bucket.
-        mesh: communicator of every axis of the placement.
+        mesh: communicators by axis: those of the whole model, which may be wrapped while it lives.
     """
 
     index: int
@@ -42,6 +42,11 @@ class Site:
     lanes: Lanes
     journal: Journal
     _sequence: dict[tuple[Verb, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def owner(self) -> str:
+        """Name of the unit, as the ledger knows it; "root" for the model itself."""
+        return self.label.partition(" (")[0]
 
     def bounds(self, depth: int) -> tuple[int, int]:
         """Range of the flat space this rank holds after ``depth`` splits."""

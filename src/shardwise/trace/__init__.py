@@ -1,0 +1,1 @@
+"""What a run does to memory, moment by moment: one time axis for bytes, communication and compute."""
