@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.accounting.shortage import explain_memory, raise_explained
+from shardwise.accounting.shortage import raise_explained
 from shardwise.accumulation import AccumulationWindow, checked_count, is_divided_by
 from shardwise.api import clip_grad_norm_, scale_loss
 from shardwise.config.resolve import Resolved
@@ -189,8 +189,11 @@ class Engine(EngineCheckpoints):
             raise StateError("step: lr_kwargs are for a scheduler, and the engine has none")
         updates = window.ends_next
         if updates:
-            with explain_memory(self.module):
+            try:
                 self._update()
+            except (RuntimeError, MemoryError) as error:
+                raise_explained(self._managed, error)
+                raise
         window.advance(updated=updates)
         self.micro_steps += 1
         self._set_window()

@@ -47,7 +47,7 @@ def facts(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss", "lr", "grad_norm", "tokens", "held_out_loss")
     rows = [{key: row[key] for key in kept if key in row} for row in metrics]
-    return {key: value for key, value in summary.items() if key not in ("seconds", "weights")}, rows
+    return {key: value for key, value in summary.items() if key not in ("seconds", "weights", "memory")}, rows
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
@@ -66,9 +66,12 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert f"resumed after 4 updates from {killed}/checkpoints/step-4, saved by 2 ranks" in again.output
     assert facts(killed) == facts(whole)
     assert set(os.listdir(killed / "checkpoints")) == {"latest", "step-8", "step-9"}
+    memory = json.loads((killed / "summary.json").read_text())["memory"]
+    assert memory["planned_bytes"] == {kind: memory["measured_bytes"][kind] for kind in memory["planned_bytes"]}
     done = run(text, killed, "--resume", "auto", "--quiet")
     assert done.exit_code == 0, done.output
     assert facts(killed) == facts(whole)
+    assert json.loads((killed / "summary.json").read_text())["memory"] == memory
 
 
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from shardwise.accounting.allocator import Allocator, Counters, read_allocator
-from shardwise.accounting.held import STATES, held_bytes, managed_of, planned_bytes, sums_by_kind
+from shardwise.accounting.held import held_bytes, managed_of, planned_bytes, sums_by_kind
 from shardwise.comm.base import flat_rank, num_ranks
 from shardwise.managed import Managed
 from shardwise.memory import Kind
@@ -96,7 +96,7 @@ def report_of(managed: Managed, counters: Counters | None = None) -> MemoryRepor
         rank=flat_rank(managed.mesh),
         num_ranks=num_ranks(managed.mesh),
         device=str(managed.device),
-        planned_bytes={kind: planned_bytes(managed)[kind] for kind in STATES},
+        planned_bytes=planned_bytes(managed),
         measured_bytes={kind.value: count for kind, count in now.items()},
         measured_peak_bytes={kind.value: count for kind, count in peak.items()},
         measured_peak_together_bytes=ledger.peak_total_bytes,

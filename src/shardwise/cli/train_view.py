@@ -134,6 +134,8 @@ class TrainView:
         self._end_panel()
         if finished.sample:
             self._print(f"sample:\n{_indented(finished.sample)}")
+        if finished.memory is not None:
+            self._print(str(finished.memory))
         rate = finished.tokens / finished.seconds if finished.seconds else 0.0
         self._print(
             f"{finished.steps} updates, {finished.tokens:,} tokens in {finished.seconds:.0f} s "

@@ -319,6 +319,10 @@ class TrainConfig(Section):
     """Number of checkpoints that stay."""
     checkpoint_background: bool = False
     """Write checkpoints beside training: it stands still for one copy in memory only."""
+    timeline_steps: Count = 0
+    """First updates of which each rank writes a timeline into the folder; 0: none."""
+    timeline_activations: bool = False
+    """Count activations and temporaries on the timeline too, which is slow."""
 
 
 class Config(Section):

@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.access import full_state_dict, iterate_full_parameters, measured_bytes
+from shardwise.accounting.report import MemoryReport, memory_report
+from shardwise.accounting.shortage import explain_memory
 from shardwise.api import plan, unsharded
 from shardwise.checkpoint.calls import wait_for_save
 from shardwise.comm.base import Mesh, flat_rank
@@ -33,6 +35,7 @@ from shardwise.train.measure import digest_in_order, peak_rss_bytes, room_bytes
 from shardwise.train.model import Blueprint, blueprint
 from shardwise.train.output import METRICS, SUMMARY, keep_metrics, write_json, write_weights
 from shardwise.train.progress import Progress, resume_run, save_run
+from shardwise.train.recording import Recording, memory_of_before
 from shardwise.train.report import Evaluated, Finished, Message, Resumed, Sampled, Started, StepDone, as_json
 from shardwise.train.sample import sample_text
 from shardwise.train.settings import engine_settings
@@ -147,10 +150,11 @@ def run_rank(task: RunTask, mesh: Mesh, tell: Tell, *, seeds: bool = False) -> F
             differently for what it draws in training (dropout).
 
     Returns:
-        How it ended, the same on every rank but for seconds.
+        How it ended, the same on every rank but for seconds and memory.
 
     Raises:
         ConfigError: the text or the model does not fit, on any rank; the same on all.
+        OutOfMemoryError: memory cannot be had on this rank.
     """
     rank = flat_rank(mesh)
     task.folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +166,8 @@ def run_rank(task: RunTask, mesh: Mesh, tell: Tell, *, seeds: bool = False) -> F
         if seeds:
             torch.manual_seed(65_537 * (seed + 1) + rank)
         try:
-            return run.train()
+            with explain_memory(run.model):
+                return run.train()
         finally:
             run.close()
 
@@ -224,6 +229,7 @@ class _Run:
             initial_values=values,
         )
         self._measured: dict[str, int] = {}
+        self._memory: MemoryReport | None = None
         assert optimizer is not None
         optimizer.register_step_post_hook(self._measure)
         self._sums = self._config.loss_reduction == "sum"
@@ -248,14 +254,24 @@ class _Run:
             keep_metrics(task.folder / METRICS, self._progress.step)
             self._metrics = (task.folder / METRICS).open("a", encoding="utf-8", buffering=1)
 
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model."""
+        return self._engine.module
+
     def train(self) -> Finished:
         """Do the updates that are left, then evaluate, sample and write."""
+        with Recording(self.model, self._task.folder, self._config.train) as recording:
+            return self._train(recording)
+
+    def _train(self, recording: Recording) -> Finished:
         options, progress = self._config.train, self._progress
         clock = _Clock(progress.seconds)
         if progress.step == 0:
             progress.first_held_out_loss = progress.held_out_loss = self._evaluate(0)
         for step in range(self._first_step, options.steps + 1):
             done = self._update(step)
+            recording.step_done()
             progress.first_loss = done.loss if step == 1 else progress.first_loss
             progress.last_loss = done.loss
             progress.tokens += done.tokens
@@ -288,9 +304,11 @@ class _Run:
             digest=digest,
             weights=str(self._write_weights()),
             sample=progress.sample,
+            memory=self._memory,
         )
         if self._rank == 0:
-            write_json(self._task.folder / SUMMARY, as_json(finished))
+            kept = {} if finished.memory else {"memory": memory_of_before(self._task.folder)}
+            write_json(self._task.folder / SUMMARY, as_json(finished) | kept)
         self._tell(finished)
         return finished
 
@@ -431,6 +449,8 @@ class _Run:
     def _measure(self, *_: Any) -> None:
         """Note the memory when all of it is there: after the optimizer moved, before the gradients go."""
         self._measured = measured_bytes(self._engine.module)
+        if self._progress.step + 1 == self._config.train.steps:
+            self._memory = memory_report(self._engine.module)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
         words = torch.tensor(values, dtype=torch.float64).view(torch.int64)

@@ -30,6 +30,7 @@ __all__ = [
 METRICS, SETTINGS, SUMMARY, WEIGHTS = "metrics.jsonl", "settings.toml", "summary.json", "model.safetensors"
 CHECKPOINTS = "checkpoints"
 _RUN_FILES = (METRICS, SETTINGS, SUMMARY, WEIGHTS, "config.json", "generation_config.json", "tokenizer.json")
+_RANK_FILES = ("rank-*.log", "timeline-rank-*.jsonl", "trace-rank-*.json")
 
 
 def prepare_output(folder: Path, settings: str, *, overwrite: bool, resumes: bool = False) -> None:
@@ -55,7 +56,8 @@ def prepare_output(folder: Path, settings: str, *, overwrite: bool, resumes: boo
         folder.mkdir(parents=True, exist_ok=True)
         if found:
             remove_all(folder / CHECKPOINTS)
-            for path in [*(folder / name for name in _RUN_FILES), *folder.glob("rank-*.log")]:
+            of_ranks = [path for pattern in _RANK_FILES for path in folder.glob(pattern)]
+            for path in [*(folder / name for name in _RUN_FILES), *of_ranks]:
                 path.unlink(missing_ok=True)
         replace_file(folder / SETTINGS, lambda path: path.write_text(settings, encoding="utf-8"))
     except OSError as error:

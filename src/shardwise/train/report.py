@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.accounting.report import MemoryReport
+
 __all__ = ["Evaluated", "Finished", "Message", "Resumed", "Sampled", "Started", "StepDone", "as_json"]
 
 
@@ -127,6 +129,7 @@ class Finished:
         digest: sha256 of all parameters in fp32.
         weights: path of the file with the weights.
         sample: text that the model wrote; "" if none was asked for.
+        memory: planned beside measured on this rank, as the last update ended; None if there was none to make.
     """
 
     steps: int
@@ -140,6 +143,7 @@ class Finished:
     digest: str
     weights: str
     sample: str
+    memory: MemoryReport | None = None
 
 
 Message = Started | Resumed | StepDone | Evaluated | Sampled | Finished
