@@ -120,18 +120,18 @@ def test_other_errors_pass_as_they_are() -> None:
 def test_a_failure_of_the_arena_is_ours_wherever_it_comes_and_training_goes_on(stage: int, precision: Any) -> None:
     """Each allocation of a step fails once; what follows trains as if nothing had been."""
 
-    def body(mesh: Mesh) -> tuple[list[str], bool]:
+    def body(mesh: Mesh) -> list[str]:
         worker, smooth = (
-            Worker(mesh, stage=stage, precision=precision, arena=ShortArena, optimizer=torch.optim.AdamW)
+            Worker(mesh, stage=stage, precision=precision, arena=ShortArena, optimizer=torch.optim.AdamW, **alone)
             for _ in range(2)
         )
         managed = Managed.of(worker.model)
         arena: Any = managed.runtime.means.arena
-        worker.step()
-        smooth.step()
+        for each in (worker, smooth):
+            each.step()
         arena.num_filled = 0
-        worker.step(1)
-        smooth.step(1)
+        for each in (worker, smooth):
+            each.step(1)
         found = []
         for number in range(1, arena.num_filled + 1):
             arena.num_filled, arena.fails_at = 0, number
@@ -140,24 +140,28 @@ def test_a_failure_of_the_arena_is_ours_wherever_it_comes_and_training_goes_on(s
             assert isinstance(caught.value.__cause__, RuntimeError)
             found.append(str(caught.value))
             arena.fails_at = 0
-            before = managed.runtime.num_steps
             worker.optimizer.zero_grad()
-            worker.model(torch.ones(1, 7))
+            with torch.no_grad():
+                worker.model(torch.ones(1, 7))
             held = {key: count for key, count in held_bytes(managed).items() if key[0] is not Kind.OPTIM}
             assert sums_by_kind(held) == dict(arena.ledger.now)
-            assert min(arena.ledger.now.values()) >= 0
-            if managed.runtime.num_steps != before:
-                break
-        return found, True
+            assert arena.ledger.now[Kind.GRAD] == arena.ledger.now[Kind.STAGING] == 0
+        for each in (worker, smooth):
+            each.step(2)
+        trained, expected = (shardwise.full_parameters(each.model) for each in (worker, smooth))
+        assert all(torch.equal(trained[name], expected[name]) for name in expected)
+        return found
 
-    for found, _ in run_ranks(1, body):
-        assert found
+    alone = {"force_collectives": True}
+    for found in run_ranks(1, body):
+        assert len(found) >= 4
         for text in found:
-            assert text.startswith(tuple(f"{number:,} bytes (" for number in (1, *range(4096))))
-            assert "cannot be had on cpu\n" in text
+            first, place, *_ = text.splitlines()
+            assert re.fullmatch(r"[\d,]+ bytes \((gathered|grad|staging) of \S+\) cannot be had on cpu", first)
+            assert re.match(r"in the (forward of unit|backward|optimizer's step)", place)
             assert "planned at rest" in text
             assert "largest owners (measured): " in text
-        assert any("in the backward" in text for text in found)
+        assert any("\nin the forward of unit blocks.1\n" in text for text in found) is (stage == 3)
 
 
 def test_what_the_arena_cannot_have_while_a_model_is_sharded_is_told_too() -> None:
@@ -170,7 +174,6 @@ def test_what_the_arena_cannot_have_while_a_model_is_sharded_is_told_too() -> No
         with pytest.raises(OutOfMemoryError, match=r"bytes \(gathered of blocks\.0\) cannot be had on cpu"):
             Worker(mesh, arena=Short)
 
-    run_ranks(1, lambda mesh: None)
     run_ranks(2, body)
 
 
@@ -299,3 +302,32 @@ def test_a_process_that_really_has_no_memory_tells_and_goes_on() -> None:
     assert lines[1::2] == ["went on"] * 8
     assert [re.sub(r"unit \d", "unit", line.partition(f" {cause}")[0]) for line in lines[::2]] == list(places) * 4
     assert all(cause in line for line in lines[::2])
+
+
+REAL_ARENA = """
+import resource
+import torch
+import shardwise
+
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(2)))
+model = shardwise.shard(model, stage=3, units=torch.nn.Linear, force_collectives=True)
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (32 << 20), -1))
+try:
+    model(torch.ones(1, 4096))
+except torch.OutOfMemoryError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+print(model(torch.ones(1, 4096)).shape)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc")
+def test_a_gather_that_really_has_no_memory_tells_without_any_context() -> None:
+    done = subprocess.run([sys.executable, "-c", REAL_ARENA], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, place, *_, last = done.stdout.splitlines()
+    assert first == f"{4 * (4096 * 4096 + 4096):,} bytes (gathered of 0) cannot be had on cpu"
+    assert place == "in the forward of unit 0"
+    assert last == "torch.Size([1, 4096])"

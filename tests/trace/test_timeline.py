@@ -111,6 +111,7 @@ def test_collectives_are_those_of_the_recording(stage: int, tmp_path: Path) -> N
         ] == [(e.axis, e.verb.name.lower(), e.label, e.operation, e.sent_bytes) for e in known]
         assert all(0 <= end.get("waited_seconds", 0) <= end["seconds"] - line["seconds"] + 1e-6 for line, end in found)
         assert len({line["axis"] for line, _ in found}) == 2
+        assert {line["verb"] for line, end in found if end["what"] != "end"} <= {"refresh"}
         assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 
 
@@ -128,6 +129,12 @@ def test_lines_say_step_phase_and_unit(tmp_path: Path) -> None:
     backward = [("backward", name) for name in (None, "root", "blocks.2", "blocks.1", "blocks.0")]
     assert first == [*forward, *backward] * 2 + [("step", None)]
     assert {line["step"] for line, _ in work} == {1, 2}
+    times = {
+        line["owner"]: (line["seconds"], end["seconds"])
+        for line, end in work
+        if line["operation"] == "backward" and "owner" in line
+    }
+    assert times["blocks.2"][1] < times["blocks.0"][0]
     inside = next(line for line, _ in work if line.get("owner") == "blocks.1")
     assert (inside["phase"], inside["units"]) == ("forward", ["root"])
     freed = [line for line in lines if line.get("owner") == "blocks.1" and line.get("measured_change_bytes", 0) < 0]

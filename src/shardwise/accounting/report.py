@@ -34,6 +34,7 @@ class MemoryReport:
         planned_bytes: at rest, while gradients are there; None for an optimizer whose state is not known.
         measured_bytes: held now; there are no gradients after ``zero_grad``.
         measured_peak_bytes: most that each kind held since the model was sharded; kinds need not have peaked together.
+            Of "optim", which torch holds, what there is now.
         measured_peak_together_bytes: most of all kinds but "optim" at one moment.
         measured_by_allocator: on CUDA, of the whole process; None elsewhere.
         planned_leaves_out: what no planned figure contains.
