@@ -20,7 +20,7 @@ from shardwise.dryrun.live import Live, LiveArena, Peak
 from shardwise.errors import ConfigError
 from shardwise.initial.recipe import deferred_init
 from shardwise.managed import Managed
-from shardwise.memory import Kind
+from shardwise.memory import Kind, is_out_of_memory
 from shardwise.optim.shard import ShardedOptimizer, shard_optimizer
 from shardwise.runtime.runtime import Runtime
 
@@ -87,7 +87,7 @@ def dry_run(
     try:
         return rehearse(make_model, make_batch, loss, mesh, **options)
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             f"this host gives no address space for one of the tensors, although nothing would touch it: {error}. Take "
