@@ -5,6 +5,7 @@ saved by autograd, cached slot views. See docs/design/0002-flat-buffers.md.
 """
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -142,8 +143,13 @@ class Slab:
         return self.tensor
 
     def release(self) -> None:
-        """Give the memory back. Every lane that touches it must have been waited for."""
-        if self.filled:
+        """Give the memory back. Every lane that touches it must have been waited for.
+
+        Memory that somebody looks at through numpy stays, with a warning: torch can never free it behind the view.
+        """
+        if self.filled and not self.tensor.untyped_storage().resizable():
+            self._arena.warn_of_views(self, self._owner)
+        elif self.filled:
             self.filled = False
             self._arena.resize(self.tensor, 0)
             self._arena.ledger.add(self.kind, -self.num_bytes, self._owner)
@@ -167,6 +173,7 @@ class Arena:
         self.explain: Callable[[], str] | None = None
         self.ledger = Ledger()
         self._largest_slab_bytes = self._slab_bytes = 0
+        self._viewed: set[Slab] = set()
 
     def slab(self, kind: Kind, numel: int, dtype: torch.dtype, owner: str = "") -> Slab:
         """Return an empty slab of ``numel`` elements that belongs to ``owner``."""
@@ -187,9 +194,21 @@ class Arena:
         return tensor
 
     def drop(self, kind: Kind, tensor: Tensor, owner: str = "") -> None:
-        """Give back what ``persistent`` returned."""
+        """Give back what ``persistent`` returned; a view through numpy keeps its memory."""
         self.ledger.add(kind, -tensor.nbytes, owner)
-        self.resize(tensor, 0)
+        if tensor.untyped_storage().resizable():
+            self.resize(tensor, 0)
+
+    def warn_of_views(self, slab: Slab, owner: str) -> None:
+        """Warn, once for each slab, that its memory cannot be freed."""
+        if slab not in self._viewed:
+            self._viewed.add(slab)
+            warnings.warn(
+                f"{slab.num_bytes:,} bytes ({slab.kind} of {owner or 'nobody'}) stay in memory for ever: something "
+                "looks at them through numpy, behind which torch frees nothing. Copy first: "
+                "tensor.detach().clone().numpy(), or take shardwise.full_parameters(model)",
+                stacklevel=2,
+            )
 
     @contextmanager
     def explained(self, kind: Kind, owner: str, num_bytes: int) -> Iterator[None]:

@@ -1,8 +1,10 @@
 """Whole tensors out of shards and edits into them: ``unsharded``, ``full_*``, ``local_*`` against the reference."""
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -461,3 +463,37 @@ def test_a_state_dict_for_rank_0_only_is_whole_there_and_nowhere_else(stage: int
             assert all(tensor.device.type == "cpu" for tensor in found.values())
 
     run_ranks(2, body)
+
+
+@all_stages
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_memory_that_numpy_looks_at_stays_and_training_goes_on(stage: int, num_ranks: int) -> None:
+    def train(mesh: Mesh, *, looks: bool) -> dict[str, Tensor]:
+        model = shard(make_net(), mesh, stage)
+        optim = shardwise.shard_optimizer(adamw(model), model)
+        seen = []
+        for step in range(3):
+            net_window(model, flat_rank(mesh), step)
+            if looks:
+                seen += [grad.numpy() for grad in shardwise.local_gradients(model).values()]
+            optim.step()
+            optim.zero_grad()
+            if looks:
+                with shardwise.unsharded(model, writes=False):
+                    seen += [param.detach().numpy() for param in model.parameters()]
+        full = shardwise.full_parameters(model)
+        if looks:
+            seen += [part.numpy() for part in shardwise.local_parameters(model).values()]
+        shardwise.unshard_model(model)
+        assert_all_equal({name: p.detach() for name, p in model.named_parameters()}, full)
+        return full
+
+    plain = run_ranks(num_ranks, partial(train, looks=False))[0]
+    with warnings.catch_warnings(record=True) as warned:  # before the threads begin: filters are everyone's
+        warnings.simplefilter("always")
+        looked = run_ranks(num_ranks, partial(train, looks=True))
+    assert_all_equal(looked[0], plain)
+    texts = [str(each.message) for each in warned]
+    assert texts
+    assert all("through numpy" in text for text in texts)
+    assert all(texts.count(text) <= num_ranks for text in texts)

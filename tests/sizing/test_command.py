@@ -72,6 +72,7 @@ def test_states_alone_never_say_fits(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("gpt-nano", "--gpus", "2", "--memory", "much"), "expected a size"),
+        (("gpt-nano", "--gpus", "2", "--memory", "24"), "say the unit: 24GiB"),
         (("gpt-nano", "--gpus", "0", "--memory", "1GB"), "expected a number from 1"),
         (("gpt-nano", "--gpus", "two", "--memory", "1GB"), "expected a number from 1"),
         (("gpt-nano", "--gpus", "2", "--memory", "1GB", "--stages", "4"), "expected some of 0,1,2,3"),

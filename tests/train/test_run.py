@@ -252,6 +252,17 @@ def test_shapes_of_gpt2_have_the_published_number_of_parameters() -> None:
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
 
+def test_a_run_that_never_began_is_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    prepare_output(folder, "stage = 1\n", overwrite=False)
+    (folder / "rank-0.log").write_text("failed")
+    prepare_output(folder, "stage = 2\n", overwrite=False)
+    assert (folder / "settings.toml").read_text() == "stage = 2\n"
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        prepare_output(folder, "stage = 3\n", overwrite=False)
+
+
 def test_run_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     prepare_output(folder, "stage = 1\n", overwrite=False)

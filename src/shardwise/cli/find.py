@@ -30,6 +30,8 @@ def find(
         ConfigError: the settings fix the batch, there is no limit to find it in, or the run fails for another reason.
     """
     memory = _memory(memory_text, device_type)
+    replaced = tuple(setting.partition("=")[0] for setting in (*PROBE_SETTINGS, "train.output=", "batch.micro="))
+    overrides = [text for text in overrides if text.partition("=")[0].strip() not in replaced]
     subject = SizingSubject(None if config is None else str(config), overrides=overrides)
     written = load_settings(config, overrides=overrides, num_ranks=num_ranks, device=device_type)
     if written.config.batch.size is not None and written.origins.get("batch.size", "").startswith("--set"):

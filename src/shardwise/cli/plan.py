@@ -127,7 +127,11 @@ def _ask(subject: SizingSubject, question: Question) -> Choice:
 
         def tell(case: Case) -> None:
             words = f"stage {case.stage}, {case.precision}, {case.gpus} GPUs, micro-batch {case.micro}"
-            status.update(f"dry run: {words}{', recompute' if case.checkpointing else ''}")
+            words = f"dry run: {words}{', recompute' if case.checkpointing else ''}"
+            if console.is_terminal:
+                status.update(words)
+            else:
+                console.print(words, soft_wrap=True)
 
         return ask(subject, question, tell)
 
@@ -152,6 +156,8 @@ def _number(text: str, option: str) -> int | None:
 
 
 def _memory(text: str) -> int:
+    if text.strip().replace(".", "", 1).isdecimal():
+        raise typer.BadParameter(f"say the unit: {text}GiB", param_hint="'--memory'")
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -46,7 +46,9 @@ def prepare_output(folder: Path, settings: str, *, overwrite: bool, resumes: boo
         ConfigError: the folder holds a run and ``overwrite`` is false, or it cannot be made.
     """
     try:
-        names = (METRICS, SETTINGS, SUMMARY, WEIGHTS, CHECKPOINTS)
+        # Settings beside a log and nothing else: ranks failed at once. Without a log they are a user's own.
+        marks = () if (folder / "rank-0.log").exists() else (SETTINGS,)
+        names = (METRICS, *marks, SUMMARY, WEIGHTS, CHECKPOINTS)
         found = [] if resumes else [name for name in names if (folder / name).exists()]
         if found and not overwrite:
             raise ConfigError(
