@@ -14,7 +14,7 @@ import shardwise
 from shardwise.comm.base import Mesh
 from shardwise.dryrun.hollow import SMALL_BYTES
 from shardwise.dryrun.run import DryRun, dry_run, mirrors, rehearse
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.models.gpt import GPT, Block, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.testing.ranks import run_processes
@@ -126,6 +126,64 @@ def test_a_large_model_takes_no_memory() -> None:
     assert dry.flops["forward"] == 2 * matrices * 8 * 1024 + attention
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64, batch_first=True)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.lstm(rows)[0]
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 16, mode="mean")
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.bag(words)
+
+
+class Frozen(nn.Module):
+    """Batch norm by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8).eval()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.norm(self.layer(rows))
+
+
+KERNELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "a workspace of the kernel's": (Recurrent, lambda: torch.ones(8, 100, 64)),
+    "empty results": (lambda: nn.Linear(8, 8), lambda: torch.ones(0, 8)),
+    "empty results of a bag": (Bag, lambda: torch.arange(40).view(8, 5)),
+    "no statistics": (Frozen, lambda: torch.ones(6, 8)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_with_shapes_of_their_own(name: str) -> None:
+    made, batch = KERNELS[name]
+    mesh = mirrors(2, 0)
+    dry, real = (
+        rehearse(made, batch, lambda model, rows: model(rows).sum(), mesh, stage=3, compute=compute)
+        for compute in (False, True)
+    )
+    assert dry == real
+
+
+def test_mistakes_are_told_in_the_words_of_torch() -> None:
+    with pytest.raises(ConfigError, match=r"must have same reduction dim|cannot be multiplied"):
+        dry_run(lambda: nn.Linear(600, 600), lambda: torch.ones(600, 601), square, 2)
+    with pytest.raises(StateError, match="sparse gradients"):
+        dry_run(lambda: nn.Embedding(50, 8, sparse=True), lambda: torch.arange(6), square, 2)
+    for wrong in ({"accumulation": 0}, {"accumulation": 1.5}, {"num_ranks": {}}):
+        with pytest.raises(ConfigError):
+            dry_run(lambda: nn.Linear(4, 4), lambda: torch.ones(2, 4), square, **wrong)
+
+
 def test_records_of_a_thousand_ranks_are_not_hollow() -> None:
     layers = 100
     dry = dry_run(
@@ -165,7 +223,7 @@ def test_a_shape_that_depends_on_data_is_an_error_by_name() -> None:
             out = self.layer(rows)
             return out[out > 0]
 
-    with pytest.raises(ConfigError, match=r"aten.index.* has no shape without data"):
+    with pytest.raises(ConfigError, match=r"aten.index.* cannot be known without data"):
         dry_run(Chooses, lambda: torch.ones(600, 600), square, 2)
 
 

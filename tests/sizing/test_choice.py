@@ -139,6 +139,26 @@ def test_written_settings_give_the_planned_model(name: str, tmp_path: Path) -> N
     assert config.model.vocab == SIZES[name].vocab
 
 
+def test_fp16_is_planned_with_its_loss_scale() -> None:
+    half, brain = need(2, precision="fp16"), need(2, precision="bf16")
+    assert half.states == brain.states
+    assert half.peak == pytest.approx(brain.peak, rel=0.01)
+
+
+def test_samples_per_update_give_the_micro_batch_of_each_number_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('[batch]\nsize = 24\naccumulation = 3\n[model]\nname = "gpt-nano"\ncontext = 16\n')
+    for gpus, micro in ((2, 4), (4, 2)):
+        subject = SizingSubject(str(path), num_ranks=gpus)
+        row = ask(subject, Question(memory=memory(2**30), gpus=gpus, micro="own", **FEW)).answers[0]
+        assert row.need.case.micro == micro
+        found = subject.settings(row.need.case)
+        assert (found.batch.size, found.batch.micro, found.batch.accumulation) == (24, micro, 3)
+    for open_question in ({"gpus": None, "micro": 1}, {"gpus": 2, "micro": None}):
+        with pytest.raises(ConfigError, match="samples per update"):
+            ask(SizingSubject(str(path), num_ranks=2), Question(memory=memory(2**30), **open_question))
+
+
 def test_settings_of_a_file_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},

@@ -72,6 +72,10 @@ def test_states_alone_never_say_fits(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("gpt-nano", "--gpus", "2", "--memory", "much"), "expected a size"),
+        (("", "--gpus", "2", "--memory", "1GB"), "name a model"),
+        (("7B", "--gpus", "2", "--memory", "1GB", "--checkpointing", "banana"), "both, on or off"),
+        (("gpt-nano", "--gpus", "2", "--memory", "1GB", "--set", "stage=1"), "say it with --stages"),
+        (("gpt-nano", "--gpus", "2", "--memory", "1GB", "--depth", "3", "--set", "model.depth=5"), "with --depth"),
         (("gpt-nano", "--gpus", "2", "--memory", "24"), "say the unit: 24GiB"),
         (("gpt-nano", "--gpus", "0", "--memory", "1GB"), "expected a number from 1"),
         (("gpt-nano", "--gpus", "two", "--memory", "1GB"), "expected a number from 1"),

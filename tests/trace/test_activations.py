@@ -80,3 +80,16 @@ def test_everything_that_was_made_goes_again_and_states_are_counted_once(tmp_pat
     last = lines[-1]["measured_bytes"]
     assert last["optim"] == measured["optim"]
     assert last.get("activation", 0) + last.get("temporary", 0) < 200  # what the step left: a norm
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_tensors_without_memory_of_their_own_are_left_out(tmp_path: Path) -> None:
+    model = shardwise.shard(torch.nn.Linear(4, 4), None, stage=3)
+    with shardwise.timeline(model, tmp_path, activations=True):
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2), (3,))
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        meta = torch.ones(5, device="meta") * 2
+        model((sparse.to_dense().sum() + nested.values().sum()) * torch.ones(2, 4)).sum().backward()
+    assert meta.is_meta
+    *_, foot = read_lines(tmp_path / "timeline-rank-0.jsonl")
+    assert foot["measured_peak"]["by_kind"]["activation"] > 0

@@ -326,3 +326,20 @@ def test_an_engine_is_recorded_and_wrong_places_are_refused(tmp_path: Path) -> N
     with pytest.raises(StateError, match="inside a forward"):
         engine(torch.ones(2, 7))
     handle.remove()
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_runs(tmp_path: Path) -> None:
+    first, second = (shardwise.shard(torch.nn.Linear(2, 2), None, stage=0) for _ in range(2))
+    with (
+        shardwise.timeline(first, tmp_path),
+        pytest.raises(ConfigError, match="another one is written"),
+        shardwise.timeline(second, tmp_path),
+    ):
+        pass
+    with shardwise.timeline(second, tmp_path):  # the first is over
+        second(torch.ones(1, 2)).sum().backward()
+    for name in ("timeline-rank-0.jsonl", "trace-rank-0.json"):
+        folder = tmp_path / f"of-{name}"
+        (folder / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=f"timeline: .*{name}"), shardwise.timeline(second, folder):
+            raise AssertionError("began")

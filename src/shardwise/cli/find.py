@@ -32,10 +32,8 @@ def find(
     memory = _memory(memory_text, device_type)
     replaced = tuple(setting.partition("=")[0] for setting in (*PROBE_SETTINGS, "train.output=", "batch.micro="))
     overrides = [text for text in overrides if text.partition("=")[0].strip() not in replaced]
-    subject = SizingSubject(None if config is None else str(config), overrides=overrides)
+    subject = SizingSubject(None if config is None else str(config), overrides=overrides, num_ranks=num_ranks)
     written = load_settings(config, overrides=overrides, num_ranks=num_ranks, device=device_type)
-    if written.config.batch.size is not None and written.origins.get("batch.size", "").startswith("--set"):
-        raise ConfigError("batch.size: leave it out to find the micro-batch, which it would follow from")
     question = Question(
         memory=memory,
         gpus=num_ranks,

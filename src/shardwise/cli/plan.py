@@ -3,7 +3,7 @@
 Owns the options; ``sizing/`` does the work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -89,6 +89,10 @@ def plan(
         raise typer.BadParameter(f"there is no folder '{write.parent}'", param_hint="'--write'")
     device = Memory(bytes=_memory(memory), margin=margin)
     chosen = tuple(parse_stages(stages))
+    if checkpointing not in CHECKPOINTING:
+        raise typer.BadParameter(f"expected both, on or off, got {checkpointing!r}", param_hint="'--checkpointing'")
+    if not model.strip():
+        raise typer.BadParameter("name a model", param_hint="MODEL")
     num_params = parse_num_params(model)
     num_gpus = _number(gpus, "'--gpus'")
     if num_params is not None:
@@ -99,14 +103,13 @@ def plan(
         show(state_tables(num_params, device, num_gpus, rows), quiet=False)
         write_json(json_file, state_facts(num_params, device, rows))
         return
-    if checkpointing not in CHECKPOINTING:
-        raise typer.BadParameter(f"expected both, on or off, got {checkpointing!r}", param_hint="'--checkpointing'")
-    subject = SizingSubject(model, overrides=overrides or (), context=seq)
+    _check_overrides(overrides or (), {"model.context": seq, "batch.micro": micro_batch, "model.depth": depth})
+    subject = SizingSubject(model, overrides=overrides or (), context=seq, num_ranks=num_gpus or 1)
     named = precision or subject.precision or "bf16,fp32"
     question = Question(
         memory=device,
         gpus=num_gpus,
-        micro=subject.written.batch.micro if micro_batch is None else _number(micro_batch, "'--micro-batch'"),
+        micro="own" if micro_batch is None else _number(micro_batch, "'--micro-batch'"),
         depth="own" if depth is None else _number(depth, "'--depth'"),
         stages=chosen,
         precisions=tuple(parse_names(named, PRECISIONS, "'--precision'")),
@@ -126,7 +129,8 @@ def _ask(subject: SizingSubject, question: Question) -> Choice:
     with console.status("dry runs") as status:
 
         def tell(case: Case) -> None:
-            words = f"stage {case.stage}, {case.precision}, {case.gpus} GPUs, micro-batch {case.micro}"
+            words = f"stage {case.stage}, {case.precision}, {case.gpus} GPUs"
+            words += "" if case.micro is None else f", micro-batch {case.micro}"
             words = f"dry run: {words}{', recompute' if case.checkpointing else ''}"
             if console.is_terminal:
                 status.update(words)
@@ -145,6 +149,18 @@ def _write(subject: SizingSubject, choice: Choice, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--write {str(path)!r}: cannot be written: {error.strerror}") from error
     typer.echo(f"settings: {path}; shardwise train {path} --ranks {choice.best.need.case.gpus}")
+
+
+def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> None:
+    """Refuse settings that options or rows decide."""
+    options = {"stage": "--stages", "precision.param": "--precision", "model.name": "MODEL"}
+    options["model.activation_checkpointing"] = "--checkpointing"
+    named = {"model.context": "--seq", "batch.micro": "--micro-batch", "model.depth": "--depth"}
+    options |= {key: option for key, option in named.items() if given[key] is not None}
+    for text in overrides:
+        option = options.get(text.partition("=")[0].strip())
+        if option is not None:
+            raise typer.BadParameter(f"{text}: say it with {option}", param_hint="'--set'")
 
 
 def _number(text: str, option: str) -> int | None:

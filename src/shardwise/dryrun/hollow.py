@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from shardwise.dryrun.live import Live
+from shardwise.dryrun.live import Live, has_storage
 from shardwise.errors import ConfigError
 from shardwise.numerics import fingerprint as _operator  # noqa: F401 - it must exist before it can be answered for
 
@@ -83,20 +83,31 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(func, args, kwargs)
         if written is not None:
             return written[0] if reads_hollow else func(*args, **kwargs)
+        if func in _KERNELS_DECIDE:
+            return _map(self._emptied, func(*args, **kwargs))
         try:
             shapes = _SHAPES.get(func, _on_meta)(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if reads_hollow:
                 raise ConfigError(
-                    f"{func} in {self._live.phase}: its result has no shape without data, which a dry run does not "
-                    "have: leave the part of the model out, or measure a real run"
+                    f"{func} in {self._live.phase}: the shape of its result cannot be known without data, which a dry "
+                    f"run does not have, or its arguments do not fit: {str(error).splitlines()[0]}"
                 ) from error
+            return func(*args, **kwargs)
+        if any(not has_storage(shape) for shape in _tensors([shapes])):
             return func(*args, **kwargs)
         if not reads_hollow and all(_is_small(shape) for shape in _tensors([shapes])):
             return func(*args, **kwargs)
         return _map(lambda shape: self._empty(shape, is_resized=not inputs), shapes)
 
+    def _emptied(self, result: Tensor) -> Tensor:
+        """Forget what a kernel computed, but not how much memory it made."""
+        self._live.adopt(result, hollow=not _is_small(result))
+        return result
+
     def _empty(self, shape: Tensor, *, is_resized: bool) -> Tensor:
+        if not shape.numel():
+            return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
         if _is_small(shape):
             zeros = torch.from_numpy(numpy.zeros(shape.untyped_storage().nbytes(), dtype=numpy.uint8))
             return zeros.view(shape.dtype).as_strided(shape.shape, shape.stride())
@@ -155,6 +166,19 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _batch_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the shapes of a batch norm on the CPU, which saves no statistics where it uses the running ones."""
+    output, *statistics = _on_meta(func, args, kwargs)
+    trains = args[5]
+    return output, *(each if trains else each.new_empty(0) for each in statistics)
+
+
+def _grouped_mm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the shape of a product that torch's own function knows for bf16 only."""
+    halves = _map(lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, _map(_meta, args))
+    return func(*halves, **_map(_meta, kwargs)).to(args[0].dtype)
+
+
 def _normalization(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the shapes of a norm on the CPU, whose statistics have the weight's dtype (the input's without one)."""
     output, *statistics = _on_meta(func, args, kwargs)
@@ -184,8 +208,15 @@ _FLOPS = MappingProxyType(
 )
 # Where torch's own function for the meta device gives what an accelerator returns.
 _SHAPES = MappingProxyType(
-    {_ATEN.native_layer_norm.default: _normalization, _ATEN.native_group_norm.default: _normalization}
+    {
+        _ATEN.native_layer_norm.default: _normalization,
+        _ATEN.native_group_norm.default: _normalization,
+        _ATEN.native_batch_norm.default: _batch_norm,
+        _ATEN._grouped_mm.default: _grouped_mm,
+    }
 )
+# They keep a workspace of a size that only the kernel knows.
+_KERNELS_DECIDE = frozenset({_ATEN.mkldnn_rnn_layer.default})
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

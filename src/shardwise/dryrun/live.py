@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.memory import Arena, Kind, Slab
 
-__all__ = ["Event", "Live", "LiveArena", "Peak"]
+__all__ = ["Event", "Live", "LiveArena", "Peak", "has_storage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,8 @@ class Live:
 
     def add(self, tensor: Tensor, *, hollow: bool = False) -> None:
         """Count a storage if it is new."""
+        if not has_storage(tensor):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages and not tensor.is_meta:
@@ -116,7 +118,7 @@ class Live:
 
     def is_hollow(self, tensor: Tensor) -> bool:
         """Whether a tensor has no contents."""
-        found = self._storages.get(tensor.untyped_storage()._cdata)
+        found = self._storages.get(tensor.untyped_storage()._cdata) if has_storage(tensor) else None
         return found is not None and found.hollow
 
     def _gone(self, key: int) -> None:
@@ -142,6 +144,11 @@ class Live:
                 event=Event(phase=self.phase, units=self.where(), operator=self._operator),
             )
         self._num_events += 1
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own to be counted: sparse, nested and opaque ones have not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _sums(pairs: Any) -> dict[Any, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api import clip_grad_norm_, no_sync, shard
+from shardwise.api import clip_grad_norm_, no_sync, scale_loss, shard
 from shardwise.comm.base import Comm, Mesh
 from shardwise.comm.recording import Event as Collective
 from shardwise.comm.recording import record
@@ -90,8 +90,9 @@ def dry_run(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"this host gives no address space for one of the tensors, although nothing would touch it: {error}. Take "
-            "smaller units, or let the kernel promise more: sysctl vm.overcommit_memory=1"
+            "this host gives no address space for one of the tensors, although nothing would touch it "
+            f"({str(error.__cause__ or error).splitlines()[0]}): let the kernel promise more, "
+            "sysctl vm.overcommit_memory=1, or take smaller parameters or units"
         ) from error
 
 
@@ -113,6 +114,8 @@ def rehearse(
         mesh: real or not.
         compute: really allocate and compute, and count with the same eyes.
     """
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(f"accumulation must be a positive whole number, got {accumulation!r}")
     live = Live()
     mesh, log = record(mesh)
     with deferred_init() as recipe:
@@ -160,7 +163,7 @@ def _forward_backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, A
     live.phase, live.kind = "forward", "activation"
     value = loss(model, batch)
     live.phase, live.kind = "backward", "temporary"
-    value.backward()  # type: ignore[no-untyped-call]
+    scale_loss(model, value).backward()  # type: ignore[no-untyped-call]
 
 
 def mirrors(num_ranks: int | Mapping[str, int], rank: int) -> dict[str, Comm]:
@@ -170,6 +173,8 @@ def mirrors(num_ranks: int | Mapping[str, int], rank: int) -> dict[str, Comm]:
         ConfigError: there is no such rank.
     """
     sizes = dict(num_ranks) if isinstance(num_ranks, Mapping) else {"data": num_ranks}
+    if not sizes:
+        raise ConfigError("num_ranks must be a positive number or axes with such, got no axis")
     for axis, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ConfigError(f"num_ranks must be a positive number or axes with such, got {size!r} for {axis!r}")

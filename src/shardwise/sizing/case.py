@@ -28,7 +28,7 @@ class Case:
         precision: dtype of the parameters, "fp32", "bf16" or "fp16"; None: as they are built.
         checkpointing: whether blocks are computed again in backward.
         gpus: number of data-parallel ranks.
-        micro: samples per forward on one rank.
+        micro: samples per forward on one rank; None: what follows from the settings.
         depth: number of blocks; None: the model's own.
     """
 
@@ -36,7 +36,7 @@ class Case:
     precision: str | None
     checkpointing: bool
     gpus: int
-    micro: int
+    micro: int | None
     depth: int | None = None
 
 

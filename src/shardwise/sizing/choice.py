@@ -29,7 +29,7 @@ class Question:
     Attributes:
         memory: of one device.
         gpus: number of devices; None: find the fewest.
-        micro: samples per forward on one rank; None: find the most.
+        micro: samples per forward on one rank; "own" that of the settings; None: find the most.
         depth: number of blocks; "own" that of the model; None: find the most.
         stages: which to look at.
         precisions: which to look at, the first one preferred.
@@ -41,7 +41,7 @@ class Question:
 
     memory: Memory
     gpus: int | None
-    micro: int | None = 1
+    micro: int | Literal["own"] | None = 1
     depth: int | Literal["own"] | None = "own"
     stages: tuple[int, ...] = (0, 1, 2, 3)
     precisions: tuple[str | None, ...] = ("bf16", "fp32")
@@ -106,6 +106,11 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
     Raises:
         ConfigError: the settings contradict each other, or the model cannot be run without data.
     """
+    if question.wanted in ("gpus", "micro") and subject.fixes_batch:
+        raise ConfigError(
+            f"{subject.name}: leave out the samples per update (batch.size, train_batch_size) to find a number that "
+            "they would follow from; name samples per forward and accumulation instead"
+        )
     if question.wanted == "depth" and subject.depth is None:
         raise ConfigError(f"{subject.name}: the depth of a Hugging Face model cannot be chosen: name a built-in model")
     kinds = itertools.product(question.checkpointing, question.stages, question.precisions)
@@ -116,7 +121,7 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
             precision=precision,
             checkpointing=checkpointing,
             gpus=question.gpus or 1,
-            micro=question.micro or 1,
+            micro=None if question.micro == "own" else question.micro or 1,
             depth=None if question.depth == "own" else question.depth or 1,
         )
         rows.append(_answer(subject, question, case, tell))

@@ -5,6 +5,7 @@ its loss, optimizer, clipping, accumulation and overlap. The model is built with
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -35,12 +36,16 @@ class SizingSubject:
             ``shardwise train`` takes without any.
         overrides: "key=value" settings.
         context: length of sequences, in tokens; None: that of the settings or the model.
+        num_ranks: for settings whose batch fits some numbers of ranks only.
 
     Raises:
         ConfigError: there is nothing of this name, or its settings are wrong.
     """
 
-    def __init__(self, name: str | None, *, overrides: Sequence[str] = (), context: int | None = None) -> None:
+    def __init__(
+        self, name: str | None, *, overrides: Sequence[str] = (), context: int | None = None, num_ranks: int = 1
+    ) -> None:
+        self._num_ranks = num_ranks
         self.name = name or "settings"
         self._source = name if name is not None and Path(name).suffix in CONFIG_SUFFIXES else None
         chosen = [] if context is None else [f"model.context={context}"]
@@ -54,12 +59,16 @@ class SizingSubject:
             if name in SIZES and not any(text.startswith(("model.vocab=", "data.tokenizer=")) for text in overrides):
                 chosen.append(f"model.vocab={SIZES[name].vocab}")
         self._overrides = [*chosen, *overrides]
-        self._num_params: dict[int | None, int] = {}
 
     @cached_property
     def written(self) -> Resolved:
-        """The settings without any case, for one rank."""
-        return load_settings(self._source, overrides=self._overrides, num_ranks=1)
+        """The settings without any case."""
+        return load_settings(self._source, overrides=self._overrides, num_ranks=self._num_ranks)
+
+    @property
+    def fixes_batch(self) -> bool:
+        """Whether the settings say how many samples an update has, over all ranks."""
+        return not self.written.origins.get("batch.size", "from").startswith("from")
 
     @property
     def precision(self) -> str | None:
@@ -85,8 +94,8 @@ class SizingSubject:
         """
         chosen = [
             f"stage={case.stage}",
-            f"batch.micro={case.micro}",
             f"model.activation_checkpointing={str(case.checkpointing).lower()}",
+            *([] if case.micro is None else [f"batch.micro={case.micro}"]),
             *([] if case.precision is None else [f"precision.param={case.precision}"]),
             *([] if case.depth is None else [f"model.depth={case.depth}"]),
         ]
@@ -100,6 +109,8 @@ class SizingSubject:
         """
         settings = self.settings(case)
         config, parts = settings.config, self._blueprint(settings)
+        micro = settings.batch.micro
+        case = replace(case, micro=micro)
         model = parts.meta()
         num_params = sum(param.numel() for param in model.parameters())
         assert config.optimizer is not None  # load_settings fills it in
@@ -126,7 +137,7 @@ class SizingSubject:
             )
         found = dry_run(
             parts.construct,
-            lambda: _batch(case.micro, parts.context),
+            lambda: _batch(micro, parts.context),
             lambda model, pair: _loss(parts, model, pair, sums=config.loss_reduction == "sum"),
             case.gpus,
             optimizer=lambda params: build_optimizer(config, params),

@@ -87,7 +87,7 @@ def _title(subject: SizingSubject, choice: Choice) -> str:
     question, need = choice.question, choice.answers[0].need
     given = {
         "gpus": f"{question.gpus} GPUs",
-        "micro": f"micro-batch {question.micro}",
+        "micro": f"micro-batch {need.case.micro}",
         "depth": f"{need.num_params:,} parameters",
     }
     words = [text for name, text in given.items() if name != question.wanted]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.accounting.held import links_of
 from shardwise.dryrun.hollow import Hollow
-from shardwise.dryrun.live import Live
+from shardwise.dryrun.live import Live, has_storage
 from shardwise.hooks import backward_is_running
 from shardwise.managed import Managed
 from shardwise.trace.recorder import Recorder
@@ -82,6 +82,8 @@ class _Made(Live):
 
     def add(self, tensor: Tensor, *, hollow: bool = False) -> None:
         """Count a storage if it is new."""
+        if not has_storage(tensor):
+            return
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted or tensor.is_meta or self._stopped:
             return

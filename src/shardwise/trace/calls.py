@@ -79,9 +79,11 @@ def _files(folder: Path, rank: int) -> Timeline:
     folder = folder.expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / f"trace-rank-{rank}.json"
+        trace.open("a").close()  # what cannot be written is told now, not after the training inside
     except OSError as error:
-        raise ConfigError(f"timeline: {folder}: {error.strerror}") from None
-    return Timeline(lines=folder / f"timeline-rank-{rank}.jsonl", chrome_trace=folder / f"trace-rank-{rank}.json")
+        raise ConfigError(f"timeline: {error.filename or folder}: {error.strerror}") from None
+    return Timeline(lines=folder / f"timeline-rank-{rank}.jsonl", chrome_trace=trace)
 
 
 @contextlib.contextmanager

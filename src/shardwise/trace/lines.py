@@ -4,6 +4,7 @@ Owns the words of the format, which docs/timeline.md describes. A line is writte
 process that is killed leaves all but its last lines. Read ``recorder.py`` for who writes them.
 """
 
+import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,24 @@ VERSION = 1
 
 
 class Lines:
-    """A file of lines that grows; after ``close`` nothing is written any more."""
+    """A file of lines that grows; after ``close`` nothing is written any more.
+
+    Raises:
+        ConfigError: it cannot be opened, or another timeline is written to it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._stream: TextIO | None = path.open("w", encoding="utf-8")
+        try:
+            stream = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"timeline: {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            stream.close()
+            raise ConfigError(f"timeline: another one is written to {path}: take another folder") from None
+        stream.truncate(0)
+        self._stream: TextIO | None = stream
         self._start = time.perf_counter()
 
     def seconds(self) -> float:
