@@ -1,6 +1,8 @@
 """A timeline is what happened: the ledger at every change, every collective, every unit; nothing once it is over."""
 
 import json
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from shardwise.managed import Managed
 from shardwise.memory import Kind, OutOfMemoryError
 from shardwise.testing.ranks import run_ranks
 from shardwise.trace.chrome import chrome_trace, write_chrome_trace
-from shardwise.trace.lines import read_lines
+from shardwise.trace.lines import Lines, read_lines
 from tests.accounting.case import BF16, CPU_WORDS, Model, Switch, Unit, Worker, values
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -326,6 +328,26 @@ def test_an_engine_is_recorded_and_wrong_places_are_refused(tmp_path: Path) -> N
     with pytest.raises(StateError, match="inside a forward"):
         engine(torch.ones(2, 7))
     handle.remove()
+
+
+def test_lines_of_several_threads_stay_whole(tmp_path: Path) -> None:
+    lines = Lines(tmp_path / "lines.jsonl")
+    lines.write({"version": 1})
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [lines.write({"number": "x" * 500}) for _ in range(500)]) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    lines.close()
+    lines.write({"number": "late"})
+    assert len(list(read_lines(tmp_path / "lines.jsonl"))) == 4001
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_runs(tmp_path: Path) -> None:

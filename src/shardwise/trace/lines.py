@@ -6,6 +6,7 @@ process that is killed leaves all but its last lines. Read ``recorder.py`` for w
 
 import fcntl
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class Lines:
         stream.truncate(0)
         self._stream: TextIO | None = stream
         self._start = time.perf_counter()
+        self._turn = threading.RLock()
 
     def seconds(self) -> float:
         """Return the seconds since the timeline began."""
@@ -45,14 +47,17 @@ class Lines:
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Add a line; its first field is when, in seconds."""
-        if self._stream is not None:
-            self._stream.write(json.dumps({"seconds": round(self.seconds(), 7), **values}) + "\n")
+        text = json.dumps({"seconds": round(self.seconds(), 7), **values}) + "\n"
+        with self._turn:  # the last reference to a tensor may go in another thread
+            if self._stream is not None:
+                self._stream.write(text)
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        with self._turn:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
