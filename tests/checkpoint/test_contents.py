@@ -1,5 +1,8 @@
 """What a checkpoint keeps beside parameters and moments; what it cannot keep or give back is refused by name."""
 
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -290,6 +293,79 @@ def test_values_that_would_come_back_as_others_are_refused(value: Any) -> None:
 )
 def test_plain_values_come_back(value: Any) -> None:
     assert from_plain(to_plain(value, "it")) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter({3: 1, 2: 5}),
+        Counter("abca"),
+        OrderedDict([("b", 1), ("a", OrderedDict([(1, Counter())]))]),
+        *(defaultdict(kind, {"a": kind()}) for kind in (int, float, list, dict, str, bool, tuple)),
+        defaultdict(None, {(1, math.inf): "x"}),
+        {"$pairs": {"kind": "Counter", "pairs": [[1, 2]]}},
+    ],
+)
+def test_dictionaries_keep_their_kind(value: Any) -> None:
+    def kinds(item: Any) -> Any:
+        inner = [kinds(each) for each in item.values()] if isinstance(item, dict) else None
+        return type(item), getattr(item, "default_factory", None), inner
+
+    found = from_plain(json.loads(json.dumps(to_plain(value, "it"))))
+    assert (found, list(found), kinds(found)) == (value, list(value), kinds(value))
+
+
+def test_a_dictionary_whose_default_only_code_makes_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"it\['a'\] is a defaultdict of .*<lambda>, which a checkpoint does not hold"
+    ):
+        to_plain({"a": defaultdict(lambda: 3)}, "it")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"kind": "dict"},
+        {"kind": "eval"},
+        {"kind": ["Counter"]},
+        {"kind": "Counter", "factory": None},
+        {"kind": "defaultdict"},
+        {"kind": "defaultdict", "factory": "eval"},
+        {"kind": "defaultdict", "factory": ["int"]},
+        {"kind": "defaultdict", "factory": "int", "more": 1},
+        {"kind": "Counter", "pairs": [[[1], 2]]},
+        {"kind": "Counter", "pairs": {}},
+    ],
+)
+def test_dictionaries_of_no_kind_are_malformed(named: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"malformed|of no kind"):
+        from_plain({"$pairs": {"pairs": [], **named}})
+
+
+def test_a_resumed_schedule_goes_through_its_milestones(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any, Any]:
+        kinds = torch.optim.lr_scheduler
+        net, optimizer = alone()
+        inner = [kinds.LinearLR(optimizer, total_iters=3), kinds.MultiStepLR(optimizer, [2, 4])]
+        return net, optimizer, kinds.SequentialLR(optimizer, inner, milestones=[3])
+
+    def rates(net: nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(6):
+            step(net, optimizer)
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    net, optimizer, scheduler = made()
+    for _ in range(2):
+        step(net, optimizer)
+        scheduler.step()
+    shardwise.save_checkpoint(net, tmp_path, objects={"scheduler": scheduler})
+    expected = rates(net, optimizer, scheduler)
+    net, optimizer, scheduler = made()
+    shardwise.load_checkpoint(net, tmp_path, objects={"scheduler": scheduler})
+    assert rates(net, optimizer, scheduler) == expected
 
 
 def test_nested_schedulers_keep_their_methods(tmp_path: Path) -> None:
