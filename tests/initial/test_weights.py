@@ -249,6 +249,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no such file": (lambda folder: _index(folder, '{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors"),
     "not safetensors": (lambda folder: _write(folder / "model.safetensors", b"rubbish rubbish"), "SafetensorError"),
     "index of other names": (lambda folder: _other_names(folder), "differ in a, b"),
+    "a tensor in two files": (lambda folder: _misplaced(folder, first="ab", second="b"), "differ in b of 'x.saf"),
+    "tensors in the other's file": (lambda folder: _misplaced(folder, first="b", second="a"), "differ in a, b of"),
 }
 
 
@@ -260,6 +262,12 @@ def _write(path: Path, raw: bytes) -> Path:
 def _other_names(folder: Path) -> Path:
     save_file({"a": torch.ones(1)}, folder / "x.safetensors")
     return _index(folder, '{"weight_map": {"b": "x.safetensors"}}')
+
+
+def _misplaced(folder: Path, *, first: str, second: str) -> Path:
+    save_file({name: torch.zeros(1) for name in first}, folder / "x.safetensors")
+    save_file({name: torch.ones(1) for name in second}, folder / "y.safetensors")
+    return _index(folder, '{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -41,8 +41,8 @@ def from_weights(source: WeightSource, *, rank0_only: bool = False, device: torc
         device: where a model that is on the meta device will be.
 
     Raises:
-        ConfigError: from ``shard``, the same on all ranks and before anything changes: a file cannot be read, names
-            are missing or unknown, shapes differ.
+        ConfigError: from ``shard``, the same on all ranks and before anything changes: a file cannot be read or does
+            not hold what the index places there and nothing else, names are missing or unknown, shapes differ.
     """
     return Weights(source, rank0_only=rank0_only, device=torch.device(device))
 
@@ -248,8 +248,10 @@ def _of_index(folder: Path, stack: ExitStack) -> dict[str, _Entry]:
         raise ConfigError(f"from_weights({folder}): {_INDEX} names {outside[0]!r}, which is not in the folder")
     entries: dict[str, _Entry] = {}
     for file in sorted(set(places.values())):
-        entries |= _of_file(folder / file, stack)
-    if set(entries) != set(places):
-        unlike = sorted(set(entries) ^ set(places))
-        raise ConfigError(f"from_weights({folder}): {_INDEX} and the files differ in {_listed(unlike)}")
+        found = _of_file(folder / file, stack)
+        expected = {name for name, place in places.items() if place == file}
+        if found.keys() != expected:  # a tensor in two files would have the values of either
+            unlike = sorted(found.keys() ^ expected)
+            raise ConfigError(f"from_weights({folder}): {_INDEX} and the files differ in {_listed(unlike)} of {file!r}")
+        entries |= found
     return entries
