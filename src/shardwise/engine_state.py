@@ -17,7 +17,7 @@ from shardwise.access import full_state_dict
 from shardwise.accumulation import AccumulationWindow
 from shardwise.checkpoint.calls import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.contents import Stateful
-from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.folder import read_manifest, replace_file
 from shardwise.checkpoint.load import resolve_tag
 from shardwise.checkpoint.names import LATEST, check_tag
 from shardwise.checkpoint.save import describe
@@ -186,6 +186,8 @@ class EngineCheckpoints(nn.Module):
     ) -> bool:
         """Write the whole model's weights in the dtype it computes in, on rank 0: a plain state dict. Collective.
 
+        A file of this name is replaced in one step, a link to one too: what it leads to stays as it is.
+
         Args:
             save_dir: folder; made if it does not exist.
             save_filename: a name that ends in ``.safetensors`` gets that format (tied names once), any other a file
@@ -207,7 +209,7 @@ class EngineCheckpoints(nn.Module):
         problem = ""
         if self._is_first:
             try:
-                _write_state(Path(save_dir).expanduser(), save_filename, state)
+                _write_state(Path(save_dir).expanduser() / save_filename, state)
             except Exception as error:
                 problem = describe(error)
         told = self._managed.settler.agreement.texts(problem, "save_16bit_model")[0]
@@ -240,14 +242,9 @@ class EngineCheckpoints(nn.Module):
         return True
 
 
-def _write_state(folder: Path, name: str, state: Mapping[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{name}.writing"
-    try:
-        if name.endswith(".safetensors"):
-            safetensors.torch.save_file(each_once(state), temporary, metadata={"format": "pt"})
-        else:
-            torch.save(dict(state), temporary)
-        temporary.replace(folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    if path.suffix == ".safetensors":
+        tensors = each_once(state)
+        replace_file(path, lambda file: safetensors.torch.save_file(tensors, file, metadata={"format": "pt"}))
+    else:
+        replace_file(path, lambda file: torch.save(dict(state), file))

@@ -134,6 +134,19 @@ def test_16bit_model_is_a_plain_state_dict(name: str, tmp_path: Path) -> None:
         run_ranks(1, lambda mesh: engine_on(mesh).save_16bit_model(tmp_path, "../outside.bin"))
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_16bit_model_is_written_through_no_link(name: str, tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    folder.mkdir()
+    for link in (name, f".{name}.writing"):
+        (folder / link).symlink_to(victim)
+    assert engine_on({"data": LocalComm()}).save_16bit_model(folder, name)
+    assert victim.read_text() == "precious"
+    assert (folder / name).is_file()
+    assert not (folder / name).is_symlink()
+
+
 def test_a_save_in_the_background_ends_before_the_engine_does(tmp_path: Path) -> None:
     engine = engine_on({"data": LocalComm()})
     engine.save_checkpoint(tmp_path, background=True)

@@ -14,10 +14,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint.files import sync_folder, umask, write_whole
 from shardwise.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from shardwise.checkpoint.names import LATEST, MANIFEST, is_tag, read_small
 from shardwise.errors import CheckpointError
@@ -34,9 +36,8 @@ __all__ = [
     "read_manifest",
     "remove",
     "remove_all",
-    "sync_folder",
+    "replace_file",
     "write_latest",
-    "write_whole",
 ]
 
 _TEMPORARY, _GONE, _OWNER = ".tmp-", ".gone-", ".owner"
@@ -151,7 +152,7 @@ def commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         CheckpointError: the name is taken and may not be.
         OSError: the file system refuses.
     """
-    mask = _umask()
+    mask = umask()
     for path in temporary.iterdir():
         path.chmod(0o666 & ~mask)
     temporary.chmod(0o777 & ~mask)
@@ -200,35 +201,30 @@ def remove_all(folder: Path) -> None:
 
 def write_latest(folder: Path, tag: str, save_id: str) -> None:
     """Let ``latest`` name a checkpoint, in one step."""
-    temporary = make_temporary(folder, LATEST, save_id)
+    replace_file(folder / LATEST, lambda path: write_whole(path, f"{tag}\n".encode()), save_id)
+
+
+def replace_file(path: Path, write: Callable[[Path], object], save_id: str | None = None) -> None:
+    """Let ``write`` make a file that takes the place of ``path`` in one step, whatever that was; no link is followed.
+
+    Args:
+        path: of the file; its folder is made if it does not exist.
+        write: is given a free path in a directory of this process.
+        save_id: drawn anew for every call; None: draws one.
+    """
+    number = uuid.uuid4().hex if save_id is None else save_id
+    temporary = make_temporary(path.parent, path.name, number)
     try:
-        write_whole(temporary / LATEST, f"{tag}\n".encode())
-        (temporary / LATEST).chmod(0o666 & ~_umask())
-        os.replace(temporary / LATEST, folder / LATEST)
+        write(temporary / path.name)
+        with open(temporary / path.name, "rb") as stream:
+            os.fsync(stream.fileno())
+        (temporary / path.name).chmod(0o666 & ~umask())
+        os.replace(temporary / path.name, path)
     finally:
-        gone = temporary.with_name(f"{_GONE}{LATEST}-{save_id}")
+        gone = temporary.with_name(f"{_GONE}{path.name}-{number}")
         os.rename(temporary, gone)
         shutil.rmtree(gone, ignore_errors=True)
-    sync_folder(folder)
-
-
-def write_whole(path: Path, raw: bytes, *, to_disk: bool = True) -> None:
-    """Write a new small file and bring it to the disk, at once or when the system likes."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
-        stream.write(raw)
-        stream.flush()
-        if to_disk:
-            os.fsync(stream.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Bring names in a directory to the disk."""
-    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    sync_folder(path.parent)
 
 
 def removable(found: Collection[Found], keep_last: int, keep: Collection[str]) -> Iterator[Found]:
@@ -238,14 +234,6 @@ def removable(found: Collection[Found], keep_last: int, keep: Collection[str]) -
     for each in whole:
         if each.tag not in last and each.tag not in keep:
             yield each
-
-
-def _umask() -> int:
-    """Return the mask of this process; asking the system itself would change it for a moment, for all threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o077
 
 
 def _exchange(first: Path, second: Path) -> Path:

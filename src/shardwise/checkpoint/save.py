@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, Part
+from shardwise.checkpoint.files import write_whole
 from shardwise.checkpoint.folder import (
     clear_leftovers,
     commit,
@@ -27,7 +28,6 @@ from shardwise.checkpoint.folder import (
     removable,
     remove,
     write_latest,
-    write_whole,
 )
 from shardwise.checkpoint.manifest import FileFacts, Manifest, Piece, RankValues, Stored, Values, merge
 from shardwise.checkpoint.names import MANIFEST, rank_file, read_small

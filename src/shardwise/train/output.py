@@ -1,16 +1,15 @@
 """The folder of a run: refused if it holds one already; what is written there appears whole or not at all."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
-from shardwise.checkpoint.folder import remove_all
+from shardwise.checkpoint.folder import remove_all, replace_file
 from shardwise.checkpoint.tensorfile import each_once
 from shardwise.errors import ConfigError
 
@@ -22,7 +21,6 @@ __all__ = [
     "WEIGHTS",
     "keep_metrics",
     "prepare_output",
-    "replace_file",
     "write_json",
     "write_weights",
 ]
@@ -78,18 +76,6 @@ def keep_metrics(path: Path, steps: int) -> None:
             if step <= steps:
                 kept.append(line + "\n")
         replace_file(path, lambda temporary: temporary.write_text("".join(kept), encoding="utf-8"))
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` write a file beside ``path``, then move it there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -20,7 +20,8 @@ from torch.futures import Future
 from shardwise.checkpoint.doors.dcp_names import WRITTEN
 from shardwise.checkpoint.doors.incoming import plain_or_refuse
 from shardwise.checkpoint.doors.torchfile import load_values
-from shardwise.checkpoint.folder import clear_leftovers, commit, make_temporary, write_whole
+from shardwise.checkpoint.files import write_whole
+from shardwise.checkpoint.folder import clear_leftovers, commit, make_temporary
 from shardwise.checkpoint.manifest import FORMAT_VERSION, FileFacts, Manifest, Param, Piece, Stored, Values, merge
 from shardwise.checkpoint.names import MANIFEST, check_tag, rank_file
 from shardwise.checkpoint.plain import Plain

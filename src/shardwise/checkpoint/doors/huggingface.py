@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.doors.incoming import Incoming, shown
 from shardwise.checkpoint.doors.outgoing import Outgoing, Weight, new_directory, raw_bytes
-from shardwise.checkpoint.folder import write_whole
+from shardwise.checkpoint.files import write_whole
 from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import CheckpointError
 

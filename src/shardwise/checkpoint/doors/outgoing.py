@@ -14,13 +14,13 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.files import sync_folder
 from shardwise.checkpoint.folder import (
     commit,
     find_checkpoints,
     folder_of_run,
     make_temporary,
     read_manifest,
-    sync_folder,
 )
 from shardwise.checkpoint.load import resolve_tag
 from shardwise.checkpoint.manifest import DTYPES, WHOLE_COPIES, Manifest, Stored
