@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.checkpoint.doors.compare import compare
+from shardwise.checkpoint.doors.dcp import export_dcp, import_dcp
+from shardwise.checkpoint.doors.huggingface import export_huggingface, import_huggingface
+from shardwise.checkpoint.doors.torchfile import export_torch, import_torch
 from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.verify import verify_files
 from shardwise.comm.base import Comm
@@ -152,6 +155,60 @@ def test_buffers_that_cannot_take_their_values_are_named(
     with pytest.raises(CheckpointError, match=text):
         shardwise.load_checkpoint(net, tmp_path)
     assert all(torch.equal(before[name], tensor) for name, tensor in shardwise.full_state_dict(net).items())
+
+
+class Masked(Small):
+    """Two layers and one buffer, or two equal ones; the layers in either order."""
+
+    def __init__(self, *, shared: bool = True, swapped: bool = False, second: float = 0.0) -> None:
+        super().__init__()
+        mask = torch.arange(4.0)
+        self.first.register_buffer("mask", mask)
+        self.second.register_buffer("mask", mask if shared else mask + second)
+        if swapped:
+            self.first = self._modules.pop("first")
+
+
+@pytest.mark.parametrize("saved", [{}, {"swapped": True}, {"shared": False}])
+@pytest.mark.parametrize("here", [{}, {"swapped": True}, {"shared": False}])
+def test_a_buffer_under_two_names_loads_under_either(
+    saved: dict[str, bool], here: dict[str, bool], tmp_path: Path
+) -> None:
+    def made(options: dict[str, bool]) -> nn.Module:
+        return build({"data": LocalComm()}, 3, model=lambda: Masked(**options))[0]
+
+    net = made(saved)
+    net.first.mask += 1
+    if not saved.get("shared", True):
+        net.second.mask += 1
+    shardwise.save_checkpoint(net, tmp_path / "run")
+    found = made(here)
+    assert shardwise.load_checkpoint(found, tmp_path / "run").unexpected == ()
+    assert torch.equal(found.first.mask, net.first.mask)
+    assert torch.equal(found.second.mask, net.first.mask)
+
+    path = tmp_path / "run" / "step-0"
+    export_torch(path, tmp_path / "out.pt")
+    Masked().load_state_dict(torch.load(tmp_path / "out.pt"))
+    export_huggingface(path, tmp_path / "hf")
+    export_dcp(path, tmp_path / "dcp")
+    import_torch(tmp_path / "out.pt", tmp_path / "again", "torch")
+    import_huggingface(tmp_path / "hf", tmp_path / "again", "hf")
+    import_dcp(tmp_path / "dcp", tmp_path / "again", "dcp")
+    for tag in ("torch", "hf", "dcp"):
+        found = made(here)
+        shardwise.load_checkpoint(found, tmp_path / "again", tag=tag, weights_only=True)
+        assert torch.equal(found.second.mask, net.first.mask)
+
+
+def test_two_buffers_of_unlike_values_are_not_one(tmp_path: Path) -> None:
+    shardwise.save_checkpoint(
+        build({"data": LocalComm()}, 3, model=lambda: Masked(shared=False, second=1))[0], tmp_path
+    )
+    net = build({"data": LocalComm()}, 3, model=Masked)[0]
+    with pytest.raises(CheckpointError, match=r"unlike values in the checkpoint: first.mask and second.mask"):
+        shardwise.load_checkpoint(net, tmp_path)
+    assert shardwise.load_checkpoint(net, tmp_path, strict=False).unexpected == ()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ A pure function of the layout: each element is stored by the rank whose finest s
 rank writes as much as any other. Reading changes nothing: no state is made, no generator moves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ __all__ = [
     "Part",
     "Stateful",
     "all_buckets",
+    "buffer_aliases",
     "collect_contents",
     "links_of",
     "modules_with_state",
@@ -117,8 +118,10 @@ def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: An
             class_name=optimizer_class(link), groups=groups, scalars=scalars, other=_other_state(number, link)
         )
         optimizers.append(facts)
+    aliases = buffer_aliases(managed.model)
     parts += [
-        _whole("buffer", name, real_view(buffer, name)) for name, buffer in persistent_buffers(managed.model).items()
+        _whole("buffer", name, real_view(buffer, name), aliases[name])
+        for name, buffer in persistent_buffers(managed.model).items()
     ]
     generators, generator_values = generator_states(managed.device)
     parts += [_whole("rng", name, state) for name, state in generators.items()]
@@ -150,12 +153,21 @@ def links_of(managed: Managed) -> list[OptimizerLink]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return each buffer object that a state dict holds, under its first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, module in model.named_modules():
+    return {names[0]: buffer for names, buffer in _named_buffers(model)}
+
+
+def buffer_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the other names of each buffer object that a state dict holds, by its first name."""
+    return {names[0]: tuple(names[1:]) for names, _ in _named_buffers(model)}
+
+
+def _named_buffers(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
-    return dict(found.values())
+                found.setdefault(id(buffer), ([], buffer))[0].append(f"{prefix}.{name}" if prefix else name)
+    return found.values()
 
 
 def real_view(tensor: Tensor, name: str) -> Tensor:
@@ -255,8 +267,9 @@ def _stored(kind: Kind, slot: Slot, dtype: torch.dtype, *, state: str = "", opti
     )
 
 
-def _whole(kind: Kind, name: str, tensor: Tensor) -> Part:
-    stored = Stored(kind=kind, name=name, shape=tuple(tensor.shape), dtype=NAMES_OF_DTYPES[tensor.dtype], pieces=())
+def _whole(kind: Kind, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Part:
+    shape, dtype = tuple(tensor.shape), NAMES_OF_DTYPES[tensor.dtype]
+    stored = Stored(kind=kind, name=name, aliases=aliases, shape=shape, dtype=dtype, pieces=())
     return Part(stored=stored, start=0, flat=tensor.contiguous().reshape(-1))
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from shardwise.checkpoint.names import is_tag, rank_file
 from shardwise.errors import CheckpointError
@@ -97,17 +97,27 @@ class Stored(_Strict):
         kind: "param": the parameter as the optimizer keeps it; "compute": its rounded copy, only where that is not the
             rounded parameter; "optim": element-wise state of an optimizer; "buffer", "rng": of a rank each.
         name: of the parameter or buffer; of the generator.
+        aliases: other names of a buffer; those of a parameter are told with it.
         state: name of the optimizer's state, else empty.
         optimizer: number of the optimizer, 0 for other kinds.
     """
 
     kind: Kind
     name: Name
+    aliases: tuple[Name, ...] = ()
     state: Name = ""
     optimizer: Count = 0
     shape: Dims
     dtype: Text
     pieces: tuple[Piece, ...]
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write as readers know it that were made before buffers had other names."""
+        fields: dict[str, Any] = handler(self)
+        if not self.aliases:
+            del fields["aliases"]
+        return fields
 
     @property
     def key(self) -> str:
@@ -326,6 +336,9 @@ class Manifest(_Strict):
         names = [name for param in self.params for name in (param.name, *param.aliases)]
         if len(set(names)) != len(names):
             raise CheckpointError(f"{where}: a parameter occurs twice")
+        names = [name for item in self.stored if item.kind == "buffer" for name in (item.name, *item.aliases)]
+        if len(set(names)) != len(names) or any(item.aliases for item in self.stored if item.kind != "buffer"):
+            raise CheckpointError(f"{where}: a buffer occurs twice, or what is no buffer has other names")
         shapes = {param.name: param.shape for param in self.params}
         for item in self.stored:
             if item.kind in ("param", "compute", "optim") and shapes.get(item.name) != item.shape:

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.checkpoint.contents import (
     NOT_KEPT,
     Stateful,
+    buffer_aliases,
     links_of,
     modules_with_state,
     optimizer_class,
@@ -147,9 +148,9 @@ def _params(
             problems.add("of another kind", f"{p.name} {item.dtype} for {p.param.dtype}")
         found[p.name], names[p.name] = item, candidates[0]
     used = {known[name] for p in collect_params(model) for name in (p.name, *p.aliases) if name in known}
-    buffers = persistent_buffers(model)
+    buffers = {name for first, others in buffer_aliases(model).items() for name in (first, *others)}
     for param in manifest.params if options.strict else ():
-        if param.name not in used and param.name not in buffers:
+        if param.name not in used and buffers.isdisjoint((param.name, *param.aliases)):
             problems.add("not in the model", param.name)
     return found, names
 
@@ -162,16 +163,23 @@ def _buffers(
     missing: list[str],
     unexpected: list[str],
 ) -> dict[str, Stored]:
+    # Files of other libraries do not say which of their tensors are buffers.
+    known = {name: manifest.by_key[f"param.{p.name}"] for p in manifest.params for name in (p.name, *p.aliases)}
     saved = {item.name: item for item in manifest.stored if item.kind == "buffer"}
+    known |= {name: item for item in saved.values() for name in (item.name, *item.aliases)}
+    aliases = buffer_aliases(model)
     found: dict[str, Stored] = {}
     for name, buffer in persistent_buffers(model).items():
-        # Files of other libraries do not say which of their tensors are buffers.
-        item = saved.pop(name, None) or manifest.by_key.get(f"param.{name}")
-        if item is None:
+        candidates = {known[each].key: known[each] for each in (name, *aliases[name]) if each in known}
+        if not candidates:
             missing.append(name)
             if options.strict:
                 problems.add("missing in the checkpoint", name)
             continue
+        item, *others = candidates.values()
+        if options.strict and any(_codes(other) != _codes(item) for other in others):
+            names = " and ".join(each.name for each in candidates.values())
+            problems.add("one buffer in the model, of unlike values in the checkpoint", names)
         seen = real_view(buffer, name)
         if item.shape != tuple(seen.shape):
             problems.add("of another shape", f"{name} {item.shape} for {tuple(seen.shape)}")
@@ -180,12 +188,20 @@ def _buffers(
         if reason := _why_not_writable(buffer):
             problems.add("buffers that cannot be written", f"{name} {reason}")
         found[name] = item
-        unexpected[:] = [other for other in unexpected if other != name]
-    for name in saved:
+        unexpected[:] = [each for each in unexpected if f"param.{each}" not in candidates]
+    taken = {item.key for item in found.values()} | {
+        known[other].key for name in found for other in aliases[name] if other in known
+    }
+    for name in (name for name, item in saved.items() if item.key not in taken):
         unexpected.append(name)
         if options.strict:
             problems.add("not in the model", name)
     return found
+
+
+def _codes(item: Stored) -> tuple[object, ...]:
+    """Return what two tensors have in common if all their bytes are the same."""
+    return item.shape, item.dtype, sorted(piece.hash for piece in item.pieces)
 
 
 def _why_not_writable(buffer: torch.Tensor) -> str:

@@ -142,3 +142,6 @@ def _values(ours: Manifest, theirs: Manifest, ranks: Sequence[int]) -> Iterator[
         other = facts.get(one.name, one)
         if (one.dtype, one.aliases, one.trainable) != (other.dtype, other.aliases, other.trainable):
             yield f"parameter {one.name}: dtype, other names, or whether it trains"
+    for item in ours.stored:
+        if item.aliases != theirs.by_key.get(item.key, item).aliases:
+            yield f"{item.key}: other names"

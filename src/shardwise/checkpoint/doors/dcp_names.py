@@ -34,7 +34,7 @@ class Note(BaseModel):
     Attributes:
         step: updates so far.
         optimizers: name of the class and number of groups, of each optimizer.
-        aliases: other name of a tied weight -> name.
+        aliases: other name of a tied weight or buffer -> name.
         buffers: names of buffers.
         frozen: parameters that do not train.
     """
@@ -57,7 +57,7 @@ class Note(BaseModel):
         return Note(
             step=manifest.step,
             optimizers=tuple((facts.class_name, len(facts.groups)) for facts in values.optimizers),
-            aliases={alias: param.name for param in manifest.params for alias in param.aliases},
+            aliases={alias: item.name for item in (*manifest.params, *manifest.stored) for alias in item.aliases},
             buffers=tuple(item.name for item in manifest.stored if item.kind == "buffer"),
             frozen=tuple(param.name for param in manifest.params if not param.trainable),
             loss_scale=values.loss_scale,
@@ -128,7 +128,8 @@ def _leaves(manifest: Manifest) -> Iterator[Leaf]:
             yield Leaf(path=("model", name), stored=stored)
     for item in manifest.stored:
         if item.kind == "buffer":
-            yield Leaf(path=("model", item.name), stored=item)
+            for name in (item.name, *item.aliases):
+                yield Leaf(path=("model", name), stored=item)
         elif item.kind == "optim":
             yield Leaf(path=("optim", "state", item.name, item.state), stored=item)
     for module, state in manifest.values.extra_state.items():

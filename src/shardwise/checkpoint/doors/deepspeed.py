@@ -105,7 +105,7 @@ class _Model:
     Attributes:
         weights: parameters, each under one name, in order; at stage 3 without their values.
         aliases: other names of parameters -> that name.
-        buffers: each under one name.
+        buffers: under every name.
         extra_state: of modules, plain.
         frozen: pieces of parameters that stage 3 keeps elsewhere, with their shapes.
     """
@@ -142,7 +142,7 @@ class _Model:
             same = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
             original = aliases.get(name) or first_names.setdefault(same, name)
             if name in buffer_names or not value.dtype.is_floating_point:
-                buffers |= {name: value} if original == name else {}
+                buffers[name] = value
             elif original == name:
                 weights[name] = value
             else:

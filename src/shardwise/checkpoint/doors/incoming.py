@@ -58,7 +58,7 @@ class Incoming:
         """
         check_dense(tensor, f"{self.source}: {name}")
         if self.is_buffer(name, tensor):
-            self._add("buffer", name, real_view(tensor, name))
+            self._add("buffer", name, real_view(tensor, name), aliases=aliases)
             return
         param = self._add("param", name, tensor)
         self.params[name] = Param(
@@ -75,7 +75,7 @@ class Incoming:
         Raises:
             ConfigError: one did not: there is no such tensor.
         """
-        there = {part.stored.name for part in self.parts if part.stored.kind == "buffer"}
+        there = {name for p in self.parts if p.stored.kind == "buffer" for name in (p.stored.name, *p.stored.aliases)}
         if absent := [name for name in names if name not in there]:
             raise ConfigError(f"buffer {shown(list(map(repr, absent)))}: {self.source} has no such tensor of its own")
 
@@ -134,11 +134,12 @@ class Incoming:
         contents = Contents(params=tuple(self.params.values()), parts=tuple(self.parts), values=values)
         return write_contents(options, contents, sharding="imported")
 
-    def _add(self, kind: Kind, name: str, tensor: Tensor, state: str = "") -> Stored:
+    def _add(self, kind: Kind, name: str, tensor: Tensor, state: str = "", *, aliases: Collection[str] = ()) -> Stored:
         try:
             stored = Stored(
                 kind=kind,
                 name=name,
+                aliases=tuple(aliases),
                 state=state,
                 shape=tuple(tensor.shape),
                 dtype=NAMES_OF_DTYPES[tensor.dtype],

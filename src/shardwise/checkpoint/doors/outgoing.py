@@ -183,7 +183,7 @@ def _weights(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Weight]:
         if stored.kind == "buffer":
             yield Weight(
                 name=stored.name,
-                aliases=(),
+                aliases=stored.aliases,
                 shape=stored.shape,
                 dtype=DTYPES[stored.dtype],
                 is_buffer=True,

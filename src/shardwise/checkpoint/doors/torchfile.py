@@ -92,11 +92,7 @@ def import_torch(
         same = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
         tied.setdefault(same if value.numel() else (name,), []).append(name)
     for first, *others in tied.values():
-        if incoming.is_buffer(first, state[first]):
-            for name in (first, *others):
-                incoming.add_weight(name, state[name])
-        else:
-            incoming.add_weight(first, state[first], others)
+        incoming.add_weight(first, state[first], others)
     incoming.check_buffers(buffers)
     return incoming.write(folder, tag, step=step)
 
