@@ -450,6 +450,24 @@ def test_ranks_load_in_the_same_way(tmp_path: Path) -> None:
     run_ranks(2, body, timeout=20)
 
 
+def test_values_that_only_compare_equal_are_not_the_same(tmp_path: Path) -> None:
+    states = ({"a": 1, "b": 0.0, "c": [0, 1, 2]}, {"a": True, "b": -0.0, "c": [0.0, 1.0, 2]})
+
+    def body(mesh: Mapping[str, Comm]) -> Any:
+        net, _ = build(mesh, 3, model=Small, make=lambda net: torch.optim.SGD(net.parameters()))
+        kept = Refusing(states[mesh["data"].rank], refuses=False)  # type: ignore[arg-type]
+        shardwise.save_checkpoint(net, tmp_path, tag="one", objects={"it": kept})
+        kept.number = 0
+        shardwise.load_checkpoint(net, tmp_path, objects={"it": kept})
+        return kept.number
+
+    assert list(map(repr, run_ranks(2, body, timeout=20))) == list(map(repr, states))
+    net, _ = alone()
+    for tag, state in zip("ab", states, strict=True):
+        shardwise.save_checkpoint(net, tmp_path, tag=tag, user_state=state)
+    assert compare(tmp_path / "a", tmp_path / "b").values == ("user",)
+
+
 def test_what_only_another_rank_has_otherwise_is_a_difference(tmp_path: Path) -> None:
     def body(mesh: Mapping[str, Comm]) -> None:
         net, _ = build(mesh, 3)

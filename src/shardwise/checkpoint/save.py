@@ -304,13 +304,13 @@ def _entry(part: Part) -> Entry:
 
 
 def _unlike(values: Values, first: Values) -> RankValues:
-    """Return what a rank holds otherwise than rank 0."""
+    """Return what a rank holds otherwise than rank 0, as a file holds it: there 1, 1.0 and True are three values."""
     found: RankValues = {}
-    if values.extra_state != first.extra_state:
+    if json.dumps(values.extra_state) != json.dumps(first.extra_state):
         found["extra_state"] = values.extra_state
-    if values.objects != first.objects:
+    if json.dumps(values.objects) != json.dumps(first.objects):
         found["objects"] = values.objects
-    if values.generators != first.generators:
+    if json.dumps(values.generators) != json.dumps(first.generators):
         found["generators"] = values.generators
     return found
 

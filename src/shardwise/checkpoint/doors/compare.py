@@ -1,5 +1,6 @@
 """What differs between two checkpoints: names, shapes, values of tensors, and what is no tensor."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -120,10 +121,11 @@ def _values(ours: Manifest, theirs: Manifest, ranks: Sequence[int]) -> Iterator[
     if ours.step != theirs.step:
         yield f"step: {ours.step} and {theirs.step}"
     for name in ("num_steps", "loss_scale", "user"):
-        if getattr(ours.values, name) != getattr(theirs.values, name):
+        if _text(getattr(ours.values, name)) != _text(getattr(theirs.values, name)):
             yield name
     for name in ("extra_state", "objects", "generators"):
-        unlike = [r for r in ranks if getattr(ours.values_of(r), name) != getattr(theirs.values_of(r), name)]
+        pairs = ((r, getattr(ours.values_of(r), name), getattr(theirs.values_of(r), name)) for r in ranks)
+        unlike = [rank for rank, one, other in pairs if _text(one) != _text(other)]
         if unlike:
             yield name if unlike == [0] else f"{name} of rank {', '.join(map(str, unlike))}"
     if len(ours.values.optimizers) != len(theirs.values.optimizers):
@@ -131,12 +133,9 @@ def _values(ours: Manifest, theirs: Manifest, ranks: Sequence[int]) -> Iterator[
     for number, (left, right) in enumerate(zip(ours.values.optimizers, theirs.values.optimizers, strict=False)):
         if left.class_name != right.class_name:
             yield f"optimizer {number}: {left.class_name} and {right.class_name}"
-        if left.groups != right.groups:
-            yield f"optimizer {number}: groups"
-        if left.scalars != right.scalars:
-            yield f"optimizer {number}: counters"
-        if left.other != right.other:
-            yield f"optimizer {number}: other state"
+        for name, what in (("groups", "groups"), ("scalars", "counters"), ("other", "other state")):
+            if _text(left.model_dump()[name]) != _text(right.model_dump()[name]):
+                yield f"optimizer {number}: {what}"
     facts = {param.name: param for param in theirs.params}
     for one in ours.params:
         other = facts.get(one.name, one)
@@ -145,3 +144,8 @@ def _values(ours: Manifest, theirs: Manifest, ranks: Sequence[int]) -> Iterator[
     for item in ours.stored:
         if item.aliases != theirs.by_key.get(item.key, item).aliases:
             yield f"{item.key}: other names"
+
+
+def _text(value: object) -> str:
+    """Return a value as a file holds it, but for the order of keys: 1, 1.0 and True are three values there."""
+    return json.dumps(value, sort_keys=True)
