@@ -195,6 +195,14 @@ def test_a_buffer_that_is_not_there_is_refused(tmp_path: Path) -> None:
         import_huggingface(tmp_path / "model.safetensors", tmp_path / "in", buffers=["nosuch"])
 
 
+@pytest.mark.parametrize("alias", ["x\x1b[2J", "x" * 5000])
+def test_other_names_that_no_manifest_holds_are_refused(tmp_path: Path, alias: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", metadata={alias: "w"})
+    with pytest.raises(CheckpointError, match=r"a.safetensors: w: aliases.0: String should") as caught:
+        import_huggingface(tmp_path / "a.safetensors", tmp_path / "in")
+    assert str(caught.value).isprintable()
+
+
 def test_import_of_a_name_that_is_taken_changes_nothing(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     import_huggingface(tmp_path, tmp_path / "in", "x")

@@ -112,6 +112,29 @@ def test_what_a_checkpoint_does_not_hold_is_refused_by_name(tmp_path: Path, valu
     assert tree(tmp_path) == {"model.pt"}
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"y\x1b[2J": torch.zeros(2)},
+        {"y\x1b[2J": None},
+        {"y\x1b[2J": 3},
+        {"y\x1b[2J": torch.zeros(1).expand(9)},
+        {"z\x1b[31m._extra_state": 3},
+        {"z._extra_state": {"\x1b": {1, 2}}},
+        {"x" * 5000: None},
+    ],
+)
+def test_names_that_no_manifest_holds_are_refused_and_drive_no_terminal(tmp_path: Path, state: dict[str, Any]) -> None:
+    weight = torch.zeros(2)
+    torch.save(
+        {"w": weight} | {name: weight if value is None else value for name, value in state.items()}, tmp_path / "a.pt"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        import_torch(tmp_path / "a.pt", tmp_path / "in")
+    assert str(caught.value).isprintable()
+    assert "pydantic" not in str(caught.value)
+
+
 def test_compressed_and_cut_files_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1 << 16)}, tmp_path / "model.pt")
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:

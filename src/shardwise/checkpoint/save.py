@@ -293,6 +293,11 @@ def describe(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Return a text of which nothing can drive a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import NOT_KEPT
 from shardwise.checkpoint.doors.dcp_metadata import DcpFacts
 from shardwise.checkpoint.doors.dcp_names import Note
-from shardwise.checkpoint.doors.incoming import Incoming, plain_or_refuse, shown
+from shardwise.checkpoint.doors.incoming import Incoming, facts_of, plain_or_refuse, shown
 from shardwise.checkpoint.manifest import Group, OptimizerFacts
 from shardwise.checkpoint.plain import Plain
 from shardwise.errors import CheckpointError
@@ -78,7 +78,9 @@ class ReadOptimizer:
             params = {param for group in own for param in group.params}
             self._incoming.assign_states(params, number)
             scalars = {param: states for param, states in self._scalars.items() if param in params}
-            result.append(OptimizerFacts(class_name=name, groups=tuple(own), scalars=scalars))
+            source = str(self._incoming.source)
+            facts = facts_of(OptimizerFacts, source, class_name=name, groups=tuple(own), scalars=scalars)
+            result.append(facts)
         return tuple(result)
 
     def _add_state(self, rest: str, key: str) -> None:
@@ -132,7 +134,7 @@ class ReadOptimizer:
             for key, value in options.items()
             if key not in NOT_KEPT
         }
-        return Group(params=tuple(params), options=kept)
+        return facts_of(Group, str(source), params=tuple(params), options=kept)
 
     def _split(self, text: str) -> tuple[str | None, str]:
         """Split ``name.rest`` after the longest name of a parameter."""

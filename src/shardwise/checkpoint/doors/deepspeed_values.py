@@ -17,7 +17,7 @@ from shardwise.checkpoint.contents import NOT_KEPT
 from shardwise.checkpoint.doors.deepspeed_files import LossScalerState
 from shardwise.checkpoint.doors.deepspeed_folder import DeepSpeedFiles
 from shardwise.checkpoint.doors.deepspeed_shards import HeldOptimizer
-from shardwise.checkpoint.doors.incoming import plain_or_refuse, shown
+from shardwise.checkpoint.doors.incoming import facts_of, plain_or_refuse, shown
 from shardwise.checkpoint.manifest import Group, OptimizerFacts
 from shardwise.checkpoint.plain import Plain
 from shardwise.errors import CheckpointError
@@ -87,8 +87,9 @@ def optimizer_facts(files: DeepSpeedFiles, held: HeldOptimizer, given: str | Non
             options["decoupled_weight_decay"] = name == "AdamW"
             if group.options.get("bias_correction") is False:
                 raise CheckpointError(f"{files.path}: {name} without bias correction is none of torch's optimizers")
-        groups.append(Group(params=group.params, options=options))
-    return OptimizerFacts(class_name=name, groups=tuple(groups), scalars=_scalars(files, held, name))
+        groups.append(facts_of(Group, f"{files.path}: group {number}", params=group.params, options=options))
+    scalars = _scalars(files, held, name)
+    return facts_of(OptimizerFacts, str(files.path), class_name=name, groups=tuple(groups), scalars=scalars)
 
 
 def _scalars(files: DeepSpeedFiles, held: HeldOptimizer, class_name: str) -> dict[str, dict[str, Plain]]:

@@ -8,24 +8,25 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from shardwise.checkpoint.contents import Contents, Part, real_view
 from shardwise.checkpoint.manifest import Kind, OptimizerFacts, Param, Stored, Values
 from shardwise.checkpoint.names import check_tag
 from shardwise.checkpoint.plain import Plain, to_plain
-from shardwise.checkpoint.save import SaveOptions, write_contents
+from shardwise.checkpoint.save import SaveOptions, printable, write_contents
 from shardwise.checkpoint.tensorfile import NAMES_OF_DTYPES
 from shardwise.errors import CheckpointError, ConfigError
 
-__all__ = ["Incoming", "check_dense", "extra_state_module", "extra_state_name", "plain_or_refuse", "shown"]
+__all__ = ["Incoming", "check_dense", "extra_state_module", "extra_state_name", "facts_of", "plain_or_refuse", "shown"]
 
 _EXTRA_STATE = "_extra_state"
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 _SHOWN = 8
+Facts = TypeVar("Facts", bound=BaseModel)
 
 
 @dataclass
@@ -61,7 +62,9 @@ class Incoming:
             self._add("buffer", name, real_view(tensor, name), aliases=aliases)
             return
         param = self._add("param", name, tensor)
-        self.params[name] = Param(
+        self.params[name] = facts_of(
+            Param,
+            f"{self.source}: {name[:200]}",
             name=name,
             shape=param.shape,
             dtype=param.dtype,
@@ -122,7 +125,9 @@ class Incoming:
             raise CheckpointError(f"{self.source}: has no parameters")
         if os.path.lexists(options.target):
             raise CheckpointError(f"{options.target}: exists already; nothing was written. Choose another tag")
-        values = Values(
+        values = facts_of(
+            Values,
+            str(self.source),
             num_steps=step,
             loss_scale=None if loss_scale is None else dict(loss_scale),
             optimizers=optimizers,
@@ -135,20 +140,33 @@ class Incoming:
         return write_contents(options, contents, sharding="imported")
 
     def _add(self, kind: Kind, name: str, tensor: Tensor, state: str = "", *, aliases: Collection[str] = ()) -> Stored:
-        try:
-            stored = Stored(
-                kind=kind,
-                name=name,
-                aliases=tuple(aliases),
-                state=state,
-                shape=tuple(tensor.shape),
-                dtype=NAMES_OF_DTYPES[tensor.dtype],
-                pieces=(),
-            )
-        except ValidationError as error:
-            raise CheckpointError(f"{self.source}: {name[:200]}: {error.errors()[0]['msg']}") from None
+        stored = facts_of(
+            Stored,
+            f"{self.source}: {name[:200]}",
+            kind=kind,
+            name=name,
+            aliases=tuple(aliases),
+            state=state,
+            shape=tuple(tensor.shape),
+            dtype=NAMES_OF_DTYPES[tensor.dtype],
+            pieces=(),
+        )
         self.parts.append(Part(stored=stored, start=0, flat=tensor.detach().contiguous().reshape(-1)))
         return stored
+
+
+def facts_of(kind: type[Facts], where: str, /, **fields: Any) -> Facts:
+    """Return facts for a manifest.
+
+    Raises:
+        CheckpointError: a manifest cannot hold them, as a name with control characters.
+    """
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:200]
+        raise CheckpointError(printable(f"{where}: {place}: {first['msg']}")) from None
 
 
 def check_dense(tensor: object, where: str) -> None:
@@ -158,14 +176,14 @@ def check_dense(tensor: object, where: str) -> None:
         CheckpointError: it is not.
     """
     if type(tensor) not in (Tensor, nn.Parameter):
-        raise CheckpointError(f"{where} is a {type(tensor).__name__}, expected a tensor")
+        raise CheckpointError(printable(f"{where} is a {type(tensor).__name__}, expected a tensor"))
     assert isinstance(tensor, Tensor)
     try:
         real = real_view(tensor, where)
     except ConfigError as error:
-        raise CheckpointError(str(error).removeprefix("buffer ")) from None
+        raise CheckpointError(printable(str(error).removeprefix("buffer "))) from None
     if real.numel() * real.dtype.itemsize > real.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} repeats its elements: it claims {tuple(real.shape)} and holds fewer")
+        raise CheckpointError(printable(f"{where} repeats its elements: it claims {tuple(real.shape)} and holds fewer"))
 
 
 def extra_state_module(name: str) -> str | None:
@@ -188,11 +206,11 @@ def plain_or_refuse(value: Any, where: str) -> Plain:
     try:
         return to_plain(value, where)
     except ConfigError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(printable(str(error))) from None
 
 
 def shown(names: Collection[str]) -> str:
     """Return the first of many names."""
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    return printable(", ".join(listed[:_SHOWN])) + more
