@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -466,6 +467,18 @@ def test_values_that_only_compare_equal_are_not_the_same(tmp_path: Path) -> None
     for tag, state in zip("ab", states, strict=True):
         shardwise.save_checkpoint(net, tmp_path, tag=tag, user_state=state)
     assert compare(tmp_path / "a", tmp_path / "b").values == ("user",)
+
+
+@pytest.mark.parametrize("damaged", [("b",), ("a", "b")])
+def test_damage_is_no_difference_but_an_error(damaged: tuple[str, ...], tmp_path: Path) -> None:
+    net, _ = alone()
+    shardwise.save_checkpoint(net, tmp_path, tag="a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for tag in damaged:
+        path = tmp_path / tag / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged: its hash is not"):
+        compare(tmp_path / "a", tmp_path / "b")
 
 
 def test_what_only_another_rank_has_otherwise_is_a_difference(tmp_path: Path) -> None:

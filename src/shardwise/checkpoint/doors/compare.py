@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.doors.outgoing import raw_bytes
-from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.manifest import DTYPES, WHOLE_COPIES, Manifest, Stored
 from shardwise.checkpoint.source import TensorSource
+from shardwise.checkpoint.verify import verify_files
 
 __all__ = ["Comparison", "compare"]
 
@@ -52,9 +52,9 @@ def compare(first: Path, second: Path) -> Comparison:
     What ranks have each is compared rank by rank; where the numbers of ranks differ, that of rank 0.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: one is missing or damaged: every hash is checked first.
     """
-    ours, theirs = read_manifest(first), read_manifest(second)
+    ours, theirs = verify_files(first), verify_files(second)  # two copies with one damage are not the same checkpoint
     unlike: dict[str, str] = {}
     changed: dict[str, float] = {}
     num_identical = 0
