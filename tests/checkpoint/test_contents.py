@@ -18,6 +18,7 @@ from shardwise.checkpoint.doors.compare import compare
 from shardwise.checkpoint.doors.dcp import export_dcp, import_dcp
 from shardwise.checkpoint.doors.huggingface import export_huggingface, import_huggingface
 from shardwise.checkpoint.doors.torchfile import export_torch, import_torch
+from shardwise.checkpoint.folder import find_checkpoints, newest_whole
 from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.verify import verify_files
 from shardwise.comm.base import Comm
@@ -479,6 +480,18 @@ def test_damage_is_no_difference_but_an_error(damaged: tuple[str, ...], tmp_path
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="is damaged: its hash is not"):
         compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
+    net, _ = alone()
+    for number in (8, 9, 10):
+        shardwise.save_checkpoint(net, tmp_path, step=number)
+    for number in (5, 6):
+        shardwise.save_checkpoint(net, tmp_path, step=number, keep_last=2)
+    assert [found.tag for found in find_checkpoints(tmp_path)] == ["step-5", "step-6"]
+    newest = newest_whole(tmp_path)
+    assert newest is not None
+    assert newest.tag == "step-6"
 
 
 def test_what_only_another_rank_has_otherwise_is_a_difference(tmp_path: Path) -> None:

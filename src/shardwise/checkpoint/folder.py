@@ -86,7 +86,7 @@ def read_latest(folder: Path) -> str | None:
 
 
 def find_checkpoints(folder: Path) -> list[Found]:
-    """Return the checkpoints of a folder, oldest first (by step, then time)."""
+    """Return the checkpoints of a folder, oldest first: a run that went back saves fewer steps later."""
     found = []
     for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
         path = folder / name
@@ -98,7 +98,7 @@ def find_checkpoints(folder: Path) -> list[Found]:
             found.append(Found(tag=name, path=path, manifest=None, problem=str(error)))
             continue
         found.append(Found(tag=name, path=path, manifest=manifest, problem=_lengths(path, manifest)))
-    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.time) if each.manifest else (-1, ""))
+    return sorted(found, key=lambda each: (each.manifest.time, each.manifest.step) if each.manifest else ("", -1))
 
 
 def folder_of_run(path: Path) -> Path:
