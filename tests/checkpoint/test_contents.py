@@ -494,6 +494,19 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert newest.tag == "step-6"
 
 
+@pytest.mark.parametrize("value", [0, 1])
+@pytest.mark.parametrize("here", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(6)])
+def test_a_buffer_of_unlike_shapes_is_refused_by_name(here: Tensor, value: int, tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, _ = build(mesh, 3, model=Small, make=lambda net: torch.optim.SGD(net.parameters()))
+        net.register_buffer("mask", here + value if mesh["data"].rank else torch.zeros(2, 3))
+        with pytest.raises(ConfigError, match=r"nothing was saved. mask: F32 \[2, 3\] on rank 0, .* on rank 1"):
+            shardwise.save_checkpoint(net, tmp_path)
+
+    run_ranks(2, body, timeout=20)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_only_another_rank_has_otherwise_is_a_difference(tmp_path: Path) -> None:
     def body(mesh: Mapping[str, Comm]) -> None:
         net, _ = build(mesh, 3)

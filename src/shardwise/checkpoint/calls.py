@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.checkpoint.background import PendingSave
 from shardwise.checkpoint.contents import Contents, Stateful, collect_contents
+from shardwise.checkpoint.copies import check_buffers, describe_buffers, without_copies
 from shardwise.checkpoint.load import Loaded, check_alike, load, raise_together
 from shardwise.checkpoint.match import LoadOptions
 from shardwise.checkpoint.names import MANIFEST, check_tag
@@ -21,7 +22,6 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.faults import fault_point
 from shardwise.hooks import backward_is_running
 from shardwise.managed import Managed
-from shardwise.numerics.fingerprint import fingerprint
 
 __all__ = ["load_checkpoint", "save_checkpoint", "wait_for_save"]
 
@@ -74,7 +74,7 @@ def save_checkpoint(
         The checkpoint's directory, which a save in the background makes later.
 
     Raises:
-        ConfigError: an argument is wrong, or something cannot be kept.
+        ConfigError: an argument is wrong, or something cannot be kept, as a buffer of unlike shapes on the ranks.
         CheckpointError: it was not saved (the message says what and where); the same on all ranks.
         StateError: inside a backward or ``unsharded``, or a save goes on and ``when_pending`` is "refuse".
         RankMismatchError: some rank did not call it, or with other arguments.
@@ -101,7 +101,7 @@ def save_checkpoint(
             contents = contents.without_frozen()
         job = _job(managed, options, contents, facts["save_id"])
         facts |= {"bytes": job.num_bytes, "free": free_bytes(job.options.folder), "taken": _taken(job.options)}
-        facts["buffers"] = _buffer_codes(contents)
+        facts["buffers"] = describe_buffers(contents)
     except Exception as error:
         facts["kind"] = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "CheckpointError")
         facts["problem"] = describe(error)[:_SHOWN]
@@ -110,9 +110,10 @@ def save_checkpoint(
     assert job is not None
     check_alike([answer["how"] for answer in answers], _UNLIKE)
     _check_place(answers, job.options)
-    job = replace(
-        job, save_id=answers[0]["save_id"], contents=_without_copies(answers, managed.council.rank, job.contents)
-    )
+    buffers = [answer["buffers"] for answer in answers]
+    check_buffers(buffers)
+    contents = without_copies(buffers, managed.council.rank, job.contents)
+    job = replace(job, save_id=answers[0]["save_id"], contents=contents)
     if background:
         return PendingSave(managed, job).path
     return job.run(lambda what, text: _exchange(managed, what, text))
@@ -281,18 +282,6 @@ def _taken(options: SaveOptions) -> str:
     if target.is_symlink() or not (target / MANIFEST).exists():
         return "exists and is no checkpoint; it is left alone. Choose another tag"
     return "" if options.overwrite else "exists already: choose another tag, or pass overwrite=True"
-
-
-def _buffer_codes(contents: Contents) -> dict[str, int]:
-    return {part.stored.name: fingerprint(part.flat) for part in contents.parts if part.stored.kind == "buffer"}
-
-
-def _without_copies(answers: list[dict[str, Any]], rank: int, contents: Contents) -> Contents:
-    """Leave out buffers that are rank 0's."""
-    own, first = answers[rank]["buffers"], answers[0]["buffers"]
-    repeated = {name for name, code in own.items() if rank and first.get(name) == code}
-    kept = tuple(p for p in contents.parts if p.stored.kind != "buffer" or p.stored.name not in repeated)
-    return replace(contents, parts=kept)
 
 
 def _exchange(managed: Managed, what: str, text: str) -> list[str]:
