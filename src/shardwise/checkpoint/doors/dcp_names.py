@@ -57,7 +57,8 @@ class Note(BaseModel):
         return Note(
             step=manifest.step,
             optimizers=tuple((facts.class_name, len(facts.groups)) for facts in values.optimizers),
-            aliases={alias: item.name for item in (*manifest.params, *manifest.stored) for alias in item.aliases},
+            aliases={alias: param.name for param in manifest.params for alias in param.aliases}
+            | {alias: item.name for item in manifest.stored for alias in item.aliases},
             buffers=tuple(item.name for item in manifest.stored if item.kind == "buffer"),
             frozen=tuple(param.name for param in manifest.params if not param.trainable),
             loss_scale=values.loss_scale,
