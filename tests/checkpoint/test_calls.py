@@ -161,7 +161,7 @@ def test_what_json_cannot_say_is_refused_by_name(value: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "tag", ["", "..", "../a", "a/b", "/a", ".hidden", "-a", "a b", "latest", "a" * 129, "a\0b", "a\\b"]
+    "tag", ["", "..", "../a", "a/b", "/a", ".hidden", "-a", "a b", "latest", "manifest.json", "a" * 129, "a\0b", "a\\b"]
 )
 def test_a_tag_is_a_name(tag: str, tmp_path: Path) -> None:
     net, _ = build(alone(), 0)

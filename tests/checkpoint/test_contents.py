@@ -217,6 +217,7 @@ def test_two_buffers_of_unlike_values_are_not_one(tmp_path: Path) -> None:
     ("saved", "here"),
     [
         (torch.tensor([1 + 2j, 3 - 1j]), torch.zeros(2, dtype=torch.complex64).conj()),
+        (torch._neg_view(torch.ones(3)), torch._neg_view(torch.zeros(3))),
         (torch.tensor([3], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)),
         (torch.tensor([0.5], dtype=torch.float64), torch.zeros(1)),
     ],

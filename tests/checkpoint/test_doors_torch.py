@@ -135,6 +135,13 @@ def test_names_that_no_manifest_holds_are_refused_and_drive_no_terminal(tmp_path
     assert "pydantic" not in str(caught.value)
 
 
+def test_values_with_their_sign_kept_aside_come_in(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "neg": torch._neg_view(torch.ones(3))}, tmp_path / "a.pt")
+    path = import_torch(tmp_path / "a.pt", tmp_path / "in")
+    export_torch(path, tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["neg"], -torch.ones(3))
+
+
 def test_compressed_and_cut_files_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1 << 16)}, tmp_path / "model.pt")
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:

@@ -267,7 +267,7 @@ def _check_place(answers: list[dict[str, Any]], options: SaveOptions) -> None:
     if needed > free:
         raise CheckpointError(
             f"{options.folder}: checkpoint {options.tag!r} needs {needed:,} bytes and {free:,} are free; nothing was "
-            "written. Remove old checkpoints, or pass keep_last"
+            "written. Remove old checkpoints (keep_last does so only after a save), or save elsewhere"
         )
     taken = next((answer["taken"] for answer in answers if answer["taken"]), "")
     if taken:

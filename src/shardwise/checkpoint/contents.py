@@ -178,7 +178,8 @@ def real_view(tensor: Tensor, name: str) -> Tensor:
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ConfigError(f"buffer {name} is no dense tensor with values: a checkpoint does not hold it")
-    seen = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    seen = torch.view_as_real(plain) if plain.is_complex() else plain
     if seen.dtype not in NAMES_OF_DTYPES:
         raise ConfigError(f"buffer {name} is of dtype {tensor.dtype}, which a checkpoint does not hold")
     return seen

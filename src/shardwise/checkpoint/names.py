@@ -25,7 +25,7 @@ def rank_file(rank: int) -> str:
 
 def is_tag(name: str) -> bool:
     """Whether a name may be a checkpoint's: 1 to 128 of A-Z a-z 0-9 . _ -, the first no dot or dash, and not taken."""
-    return _TAG.fullmatch(name) is not None and name != LATEST
+    return _TAG.fullmatch(name) is not None and name not in (LATEST, MANIFEST)
 
 
 def check_tag(tag: str) -> str:
@@ -38,7 +38,7 @@ def check_tag(tag: str) -> str:
     if not isinstance(given, str) or not is_tag(given):
         raise ConfigError(
             f"a checkpoint's tag is 1 to 128 of A-Z a-z 0-9 . _ -, does not begin with a dot or a dash and is not "
-            f"{LATEST!r}; got {tag!r}"
+            f"{LATEST!r} or {MANIFEST!r}; got {tag!r}"
         )
     return tag
 

@@ -151,7 +151,7 @@ class Incoming:
             dtype=NAMES_OF_DTYPES[tensor.dtype],
             pieces=(),
         )
-        self.parts.append(Part(stored=stored, start=0, flat=tensor.detach().contiguous().reshape(-1)))
+        self.parts.append(Part(stored=stored, start=0, flat=tensor.detach().resolve_neg().contiguous().reshape(-1)))
         return stored
 
 
