@@ -229,6 +229,28 @@ def test_buffers_take_values_of_like_kinds(saved: Tensor, here: Tensor, tmp_path
     assert torch.equal(net.extra.resolve_conj(), saved.to(here.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_buffers_leave_and_come_in_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.tensor([[1 + 2j, 3 - 1j, 0]], dtype=dtype)
+    shardwise.save_checkpoint(with_buffer(values), tmp_path / "run")
+    path = tmp_path / "run" / "step-0"
+    export_torch(path, tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["extra"], values)
+    import_torch(tmp_path / "out.pt", tmp_path / "again", "torch")
+    export_dcp(path, tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "again", "dcp")
+    if dtype is torch.complex64:
+        export_huggingface(path, tmp_path / "hf")
+        import_huggingface(tmp_path / "hf", tmp_path / "again", "hf")
+    else:
+        with pytest.raises(CheckpointError, match="extra: safetensors has no such complex dtype"):
+            export_huggingface(path, tmp_path / "hf")
+    for found in find_checkpoints(tmp_path / "again"):
+        net = with_buffer(torch.zeros(1, 3, dtype=dtype))
+        shardwise.load_checkpoint(net, tmp_path / "again", tag=found.tag, weights_only=True)
+        assert torch.equal(net.extra, values)
+
+
 class Stating(Small):
     """Says an extra state."""
 

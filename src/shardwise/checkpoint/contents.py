@@ -120,7 +120,7 @@ def collect_contents(managed: Managed, objects: Mapping[str, Stateful], user: An
         optimizers.append(facts)
     aliases = buffer_aliases(managed.model)
     parts += [
-        _whole("buffer", name, real_view(buffer, name), aliases[name])
+        _whole("buffer", name, real_view(buffer, name), aliases[name], is_complex=buffer.is_complex())
         for name, buffer in persistent_buffers(managed.model).items()
     ]
     generators, generator_values = generator_states(managed.device)
@@ -268,9 +268,9 @@ def _stored(kind: Kind, slot: Slot, dtype: torch.dtype, *, state: str = "", opti
     )
 
 
-def _whole(kind: Kind, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Part:
+def _whole(kind: Kind, name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, is_complex: bool = False) -> Part:
     shape, dtype = tuple(tensor.shape), NAMES_OF_DTYPES[tensor.dtype]
-    stored = Stored(kind=kind, name=name, aliases=aliases, shape=shape, dtype=dtype, pieces=())
+    stored = Stored(kind=kind, name=name, aliases=aliases, is_complex=is_complex, shape=shape, dtype=dtype, pieces=())
     return Part(stored=stored, start=0, flat=tensor.contiguous().reshape(-1))
 
 

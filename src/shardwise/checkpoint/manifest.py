@@ -61,6 +61,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 
+_COMPLEX = ("F64", "F32", "F16")  # dtypes of parts
+
 Kind = Literal["param", "compute", "optim", "buffer", "rng"]
 Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -98,6 +100,7 @@ class Stored(_Strict):
             rounded parameter; "optim": element-wise state of an optimizer; "buffer", "rng": of a rank each.
         name: of the parameter or buffer; of the generator.
         aliases: other names of a buffer; those of a parameter are told with it.
+        is_complex: whether the last dimension of a buffer holds real and imaginary parts.
         state: name of the optimizer's state, else empty.
         optimizer: number of the optimizer, 0 for other kinds.
     """
@@ -105,6 +108,7 @@ class Stored(_Strict):
     kind: Kind
     name: Name
     aliases: tuple[Name, ...] = ()
+    is_complex: bool = False
     state: Name = ""
     optimizer: Count = 0
     shape: Dims
@@ -113,11 +117,9 @@ class Stored(_Strict):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write as readers know it that were made before buffers had other names."""
+        """Write as readers know it that were made before there were these two fields."""
         fields: dict[str, Any] = handler(self)
-        if not self.aliases:
-            del fields["aliases"]
-        return fields
+        return {key: value for key, value in fields.items() if value or key not in ("aliases", "is_complex")}
 
     @property
     def key(self) -> str:
@@ -325,6 +327,8 @@ class Manifest(_Strict):
         for item in self.stored:
             if item.dtype not in dtypes or item.num_bytes > total:
                 raise CheckpointError(f"{where}: {item.key} is of dtype {item.dtype} and shape {item.shape}")
+            if item.is_complex and (item.kind != "buffer" or item.shape[-1:] != (2,) or item.dtype not in _COMPLEX):
+                raise CheckpointError(f"{where}: {item.key} is not complex: {item.dtype} of shape {item.shape}")
             if item.kind == "rng" and item.num_bytes > _MAX_GENERATOR_BYTES:
                 raise CheckpointError(f"{where}: {item.key} has {item.num_bytes} bytes")
             files = {piece.file for piece in item.pieces}

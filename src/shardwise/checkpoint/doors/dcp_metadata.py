@@ -173,7 +173,7 @@ def _checked(top: Any, where: str) -> DcpFacts:
 
 def _tensor(key: str, item: Any, places: Mapping[Any, Place], where: str) -> DcpTensor:
     shape, dtype = _dims(item.size, where), item.properties.state[0]
-    if dtype not in DTYPES.values():
+    if dtype not in (*DTYPES.values(), torch.complex64, torch.complex128):
         raise CheckpointError(f"{where}: {key} is of dtype {dtype}, which a checkpoint does not hold")
     chunks = []
     for chunk in item.chunks:

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.doors.dcp_names import Leaf, leaves_of
-from shardwise.checkpoint.doors.outgoing import Outgoing, new_directory
-from shardwise.checkpoint.manifest import DTYPES
+from shardwise.checkpoint.doors.outgoing import Outgoing, new_directory, seen
 from shardwise.errors import CheckpointError
 
 __all__ = ["export_dcp"]
@@ -101,7 +100,8 @@ def _nested(leaves: dict[str, Leaf]) -> dict[str, Any]:
     for leaf in leaves.values():
         value = leaf.value
         if leaf.stored is not None:
-            value = torch.empty(leaf.stored.shape, dtype=DTYPES[leaf.stored.dtype], device="meta")
+            shape, dtype = seen(leaf.stored)
+            value = torch.empty(shape, dtype=dtype, device="meta")
         match leaf.path:
             case ("optim", "state", name, state):
                 top["optim"]["state"].setdefault(name, {})[state] = value

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -26,6 +27,7 @@ __all__ = ["export_huggingface", "import_huggingface"]
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS = "shardwise.buffers"  # in a file's metadata: which of its tensors are buffers
 _MAX_INDEX_BYTES = 1 << 28
+_DTYPES: Mapping[torch.dtype, str] = MappingProxyType({**NAMES_OF_DTYPES, torch.complex64: "C64"})
 
 
 @torch.no_grad()
@@ -50,6 +52,8 @@ def export_huggingface(
         CheckpointError: the checkpoint is damaged, ``target`` exists, or cannot be written.
     """
     with Outgoing(path, dtype=dtype, verify=verify) as outgoing, new_directory(target) as folder:
+        if odd := [weight.name for weight in outgoing.weights if weight.dtype not in _DTYPES]:
+            raise CheckpointError(f"{path}: {shown(odd)}: safetensors has no such complex dtype, but complex64")
         shards = _shards(outgoing.weights, max_shard_bytes)
         names = [_FILE] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
@@ -128,7 +132,7 @@ def _write(path: Path, weights: Sequence[Weight], outgoing: Outgoing) -> None:
     for weight in ordered:
         stop = position + weight.num_bytes
         table[weight.name] = {
-            "dtype": NAMES_OF_DTYPES[weight.dtype],
+            "dtype": _DTYPES[weight.dtype],
             "shape": list(weight.shape),
             "data_offsets": [position, stop],
         }

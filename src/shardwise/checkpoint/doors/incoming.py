@@ -59,7 +59,8 @@ class Incoming:
         """
         check_dense(tensor, f"{self.source}: {name}")
         if self.is_buffer(name, tensor):
-            self._add("buffer", name, real_view(tensor, name), aliases=aliases)
+            real = real_view(tensor, name)
+            self._add("buffer", name, real, aliases=aliases, is_complex=tensor.is_complex())
             return
         param = self._add("param", name, tensor)
         self.params[name] = facts_of(
@@ -90,6 +91,8 @@ class Incoming:
         """
         where = f"{self.source}: state {state!r} of {name}"
         check_dense(tensor, where)
+        if tensor.is_complex():
+            raise CheckpointError(f"{where} is of dtype {tensor.dtype}, which a checkpoint does not hold")
         if tuple(tensor.shape) != self.params[name].shape:
             raise CheckpointError(
                 f"{where} has the shape {tuple(tensor.shape)}, the parameter {self.params[name].shape}: a checkpoint "
@@ -139,13 +142,23 @@ class Incoming:
         contents = Contents(params=tuple(self.params.values()), parts=tuple(self.parts), values=values)
         return write_contents(options, contents, sharding="imported")
 
-    def _add(self, kind: Kind, name: str, tensor: Tensor, state: str = "", *, aliases: Collection[str] = ()) -> Stored:
+    def _add(
+        self,
+        kind: Kind,
+        name: str,
+        tensor: Tensor,
+        state: str = "",
+        *,
+        aliases: Collection[str] = (),
+        is_complex: bool = False,
+    ) -> Stored:
         stored = facts_of(
             Stored,
             f"{self.source}: {name[:200]}",
             kind=kind,
             name=name,
             aliases=tuple(aliases),
+            is_complex=is_complex,
             state=state,
             shape=tuple(tensor.shape),
             dtype=NAMES_OF_DTYPES[tensor.dtype],

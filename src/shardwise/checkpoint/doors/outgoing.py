@@ -4,6 +4,7 @@ Every export begins here; ``huggingface.py`` and ``torchfile.py`` are the simple
 """
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,7 +31,17 @@ from shardwise.checkpoint.source import TensorSource
 from shardwise.checkpoint.verify import verify_files
 from shardwise.errors import CheckpointError
 
-__all__ = ["Outgoing", "Weight", "fill", "find_checkpoint", "new_directory", "new_file", "open_checkpoint", "raw_bytes"]
+__all__ = [
+    "Outgoing",
+    "Weight",
+    "fill",
+    "find_checkpoint",
+    "new_directory",
+    "new_file",
+    "open_checkpoint",
+    "raw_bytes",
+    "seen",
+]
 
 _BLOCK_NUMEL = 1 << 22
 
@@ -58,7 +69,7 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         """Number of bytes that leave."""
-        return self.stored.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Outgoing:
@@ -97,9 +108,7 @@ class Outgoing:
         """
         stored, kept = weight.stored, DTYPES[weight.stored.dtype]
         if weight.is_buffer:
-            whole = torch.empty(stored.numel, dtype=kept)
-            self.source.read_copy(stored, 0, whole)
-            yield whole
+            yield self.read_stored(stored).view(-1)
             return
         for start in range(0, stored.numel, _BLOCK_NUMEL):
             block = torch.empty(min(_BLOCK_NUMEL, stored.numel - start), dtype=kept)
@@ -116,13 +125,19 @@ class Outgoing:
         return out
 
     def read_stored(self, item: Stored) -> Tensor:
-        """Return one tensor of the checkpoint as a whole, in host memory, as it is stored."""
+        """Return one tensor of the checkpoint as a whole, in host memory, in the dtype in which it is stored."""
         out = torch.empty(item.shape, dtype=DTYPES[item.dtype])
         if item.kind in WHOLE_COPIES:
             self.source.read_copy(item, 0, out.view(-1))
-        else:
-            self.source.read(item, 0, out.view(-1))
+            return torch.view_as_complex(out) if item.is_complex else out
+        self.source.read(item, 0, out.view(-1))
         return out
+
+
+def seen(item: Stored) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a tensor of the checkpoint as its owner knows it."""
+    dtype = DTYPES[item.dtype]
+    return (item.shape[:-1], dtype.to_complex()) if item.is_complex else (item.shape, dtype)
 
 
 def fill(out: Tensor, blocks: Iterator[Tensor]) -> None:
@@ -181,11 +196,12 @@ def _weights(manifest: Manifest, dtype: torch.dtype | None) -> Iterator[Weight]:
         )
     for stored in manifest.stored:
         if stored.kind == "buffer":
+            shape, own = seen(stored)
             yield Weight(
                 name=stored.name,
                 aliases=stored.aliases,
-                shape=stored.shape,
-                dtype=DTYPES[stored.dtype],
+                shape=shape,
+                dtype=own,
                 is_buffer=True,
                 stored=stored,
             )
