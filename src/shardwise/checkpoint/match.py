@@ -251,8 +251,15 @@ def _optimizers(
                 "optimizer_state=False to begin with a new one",
             )
             continue
-        result.append(_groups(managed, link, number, facts.groups, names, problems, fresh))
-        check_states(link, number, facts, manifest.stored, problems.add)
+        groups = _groups(managed, link, number, facts.groups, names, problems, fresh)
+        result.append(groups)
+        options = {
+            names[name]: {**now, **chosen}
+            for now, chosen, params in zip(link.optimizer.param_groups, groups, link.groups, strict=True)
+            for name in map(managed.name_of, params)
+            if name in names
+        }
+        check_states(link, number, facts, manifest.stored, options, problems.add)
         held = {slot.param.name for fragments in link.fragments() for slot in fragments.bucket.site.layout.slots}
         owned = {names.get(managed.name_of(param)) for group in link.groups for param in group}
         owned &= {names.get(name) for name in held}
@@ -283,7 +290,8 @@ def _groups(
                 "groups", f"group {index} of optimizer {number} joins saved groups {sources} that differ in {unlike}"
             )
         chosen = {key: value for key, value in options[0].items() if key not in NOT_KEPT} if options else {}
-        check_options(link, number, index, chosen, problems.add)
+        if options:
+            check_options(link, number, index, chosen, problems.add)
         result.append(chosen)
     return result
 
