@@ -5,6 +5,7 @@ one bucket at a time. The ``local_*`` functions move nothing.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,7 +211,9 @@ def _links(managed: Managed) -> list[OptimizerLink]:
 
 def _state_names(managed: Managed, link: OptimizerLink) -> list[str]:
     """Return the names of tensor states that any rank has, in an order all ranks share."""
-    own = sorted({key for state in link.optimizer.state.values() for key, v in state.items() if isinstance(v, Tensor)})
+    everything: dict[Any, Any] = link.optimizer.state  # what stands under other keys than parameters is anything
+    states = [state for param, state in everything.items() if isinstance(param, Tensor)]
+    own = sorted({key for state in states for key, v in state.items() if isinstance(v, Tensor)})
     answers = managed.settler.agreement.texts("\n".join(own), "names of optimizer states")
     return sorted({name for answer in answers for name in answer.split("\n") if name})
 

@@ -218,3 +218,19 @@ def test_options_that_changed_on_the_way_load(change: dict[str, Any], tmp_path: 
         assert_same(state_of(other), state_of(net))
 
     run_ranks(2, body)
+
+
+def test_state_under_other_keys_goes_back_too(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> None:
+        net, optimizer = made(lambda params: Counting(params, lr=0.1, momentum=0.9), mesh)
+        shardwise.save_checkpoint(net, tmp_path, tag="start")
+        step(net, optimizer)
+        shardwise.save_checkpoint(net, tmp_path, tag="one")
+        step(net, optimizer)
+        assert "momentum_buffer" in shardwise.full_optimizer_state(net)["first.weight"]
+        shardwise.load_checkpoint(net, tmp_path, tag="one")
+        assert optimizer.state["calls"] == 1
+        shardwise.load_checkpoint(net, tmp_path, tag="start")
+        assert "calls" not in optimizer.state
+
+    run_ranks(2, body)

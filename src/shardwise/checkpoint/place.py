@@ -87,6 +87,8 @@ def place_optimizer(link: OptimizerLink, number: int, matched: Match, source: Te
                 )
         _adopt_states(link, fragments, new)
     everything: dict[Any, Any] = link.optimizer.state
+    for other in [key for key in everything if not isinstance(key, Tensor)]:
+        del everything[other]
     everything.update({key: from_plain(value) for key, value in facts.other.items()})
     for group, options in zip(link.optimizer.param_groups, matched.groups[number], strict=True):
         for key, value in options.items():
