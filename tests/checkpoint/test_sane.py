@@ -234,3 +234,32 @@ def test_state_under_other_keys_goes_back_too(tmp_path: Path) -> None:
         assert "calls" not in optimizer.state
 
     run_ranks(2, body)
+
+
+def test_optimizers_that_were_sharded_in_another_order(tmp_path: Path) -> None:
+    base = Small()
+
+    def body(mesh: Mapping[str, Comm]) -> None:
+        def two(order: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
+            net = shardwise.shard(copy.deepcopy(base), dict(mesh), units=nn.Linear, stage=2)
+            rates = {"first": 0.1, "second": 0.2}
+            found = {}
+            for name in order:
+                own = torch.optim.AdamW(net.get_submodule(name).parameters(), lr=rates[name])
+                found[name] = shardwise.shard_optimizer(own, net, partial=True)
+            return net, found
+
+        net, saved_by = two(("first", "second"))
+        net(torch.ones(4, 3)).square().mean().backward()
+        for optimizer in saved_by.values():
+            optimizer.step()
+        shardwise.save_checkpoint(net, tmp_path, tag="two")
+        other, loaded_by = two(("second", "first"))
+        for optimizer in loaded_by.values():
+            optimizer.param_groups[0]["lr"] = 7.0
+        loaded = shardwise.load_checkpoint(other, tmp_path)
+        assert (loaded.fresh, loaded.dropped) == ((), ())
+        assert_same(state_of(other), state_of(net))
+        assert [loaded_by[name].param_groups[0]["lr"] for name in ("first", "second")] == [0.1, 0.2]
+
+    run_ranks(2, body)

@@ -223,8 +223,8 @@ def _place(managed: Managed, matched: Match, source: TensorSource, options: Load
     if options.weights_only:
         return
     if options.optimizer_state:
-        for number, link in enumerate(links_of(managed)):
-            place_optimizer(link, number, matched, source)
+        for link, groups, origin in zip(links_of(managed), matched.groups, matched.origins, strict=True):
+            place_optimizer(link, groups, origin, matched, source)
     values = source.manifest.values
     if managed.runtime.scaler is not None and values.loss_scale is not None:
         managed.runtime.scaler.load_state(values.loss_scale)

@@ -9,22 +9,17 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import (
-    NOT_KEPT,
     Stateful,
     buffer_aliases,
-    links_of,
     modules_with_state,
-    optimizer_class,
     persistent_buffers,
     real_view,
 )
-from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, Group, Manifest, Stored
-from shardwise.checkpoint.plain import from_plain
-from shardwise.checkpoint.sane import check_options, check_states
+from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, Manifest, Stored
+from shardwise.checkpoint.match_optimizer import match_optimizers, origins_of
 from shardwise.errors import CheckpointError
 from shardwise.managed import Managed
 from shardwise.modules import collect_params
-from shardwise.optim.shard import OptimizerLink
 
 __all__ = ["LoadOptions", "Match", "match"]
 
@@ -51,6 +46,7 @@ class Match:
         names: parameter of the model -> its name in the checkpoint.
         buffers: buffer of the model -> tensor.
         groups: for each optimizer that is loaded: for each group, the options to take over.
+        origins: for each optimizer that is loaded: its number in the checkpoint.
         fresh: parameters of optimizers that the checkpoint's optimizers did not have.
         dropped: parameters whose optimizer state has no place here.
         missing: names of the model that are not in the checkpoint (empty if ``strict``).
@@ -61,6 +57,7 @@ class Match:
     names: Mapping[str, str]
     buffers: Mapping[str, Stored]
     groups: Sequence[Sequence[Mapping[str, Any]]] = ()
+    origins: Sequence[int] = ()
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -96,10 +93,12 @@ def match(managed: Managed, manifest: Manifest, objects: Mapping[str, Stateful],
     unexpected = [param.name for param in manifest.params if param.name not in used]
     buffers = _buffers(managed.model, manifest, options, problems, missing, unexpected)
     groups: list[list[dict[str, Any]]] = []
+    origins: list[int] = []
     fresh: list[str] = []
     dropped: list[str] = []
     if not options.weights_only and options.optimizer_state:
-        groups = _optimizers(managed, manifest, names, problems, fresh, dropped)
+        origins = origins_of(managed, manifest, names)
+        groups = match_optimizers(managed, manifest, names, origins, problems.add, fresh, dropped)
     if not options.weights_only:
         values = manifest.values_of(managed.council.rank)
         absent = [name for name in objects if name not in values.objects]
@@ -120,6 +119,7 @@ def match(managed: Managed, manifest: Manifest, objects: Mapping[str, Stateful],
         names=names,
         buffers=buffers,
         groups=groups,
+        origins=origins,
         fresh=tuple(fresh),
         dropped=tuple(dropped),
         missing=tuple(missing),
@@ -228,86 +228,8 @@ def _extra_state(model: nn.Module, saved: Mapping[str, Any], options: LoadOption
             problems.add("extra state not in the model", name or "the model")
 
 
-def _optimizers(
-    managed: Managed,
-    manifest: Manifest,
-    names: Mapping[str, str],
-    problems: _Problems,
-    fresh: list[str],
-    dropped: list[str],
-) -> list[list[dict[str, Any]]]:
-    links, saved = links_of(managed), manifest.values.optimizers
-    if not links:
-        return []
-    if len(saved) != len(links):
-        problems.add("optimizers", f"{len(links)} here, {len(saved)} in the checkpoint; pass optimizer_state=False")
-        return []
-    result = []
-    for number, (link, facts) in enumerate(zip(links, saved, strict=True)):
-        if facts.class_name != optimizer_class(link):
-            problems.add(
-                "optimizers",
-                f"number {number} is {optimizer_class(link)} here, {facts.class_name} in the checkpoint; pass "
-                "optimizer_state=False to begin with a new one",
-            )
-            continue
-        groups = _groups(managed, link, number, facts.groups, names, problems, fresh)
-        result.append(groups)
-        options = {
-            names[name]: {**now, **chosen}
-            for now, chosen, params in zip(link.optimizer.param_groups, groups, link.groups, strict=True)
-            for name in map(managed.name_of, params)
-            if name in names
-        }
-        check_states(link, number, facts, manifest.stored, options, problems.add)
-        held = {slot.param.name for fragments in link.fragments() for slot in fragments.bucket.site.layout.slots}
-        owned = {names.get(managed.name_of(param)) for group in link.groups for param in group}
-        owned &= {names.get(name) for name in held}
-        dropped += sorted({*facts.scalars, *_with_state(manifest, number)} - {name for name in owned if name})
-    return result
-
-
-def _groups(
-    managed: Managed,
-    link: OptimizerLink,
-    number: int,
-    saved: Sequence[Group],
-    names: Mapping[str, str],
-    problems: _Problems,
-    fresh: list[str],
-) -> list[dict[str, Any]]:
-    """Find the options of each group: those of the saved groups that held its parameters, if they agree."""
-    origin = {name: index for index, group in enumerate(saved) for name in group.params}
-    result = []
-    for index, params in enumerate(link.groups):
-        here = [managed.name_of(param) for param in params]
-        fresh += [name for name in here if names.get(name) not in origin]
-        sources = sorted({origin[names[name]] for name in here if names.get(name) in origin})
-        options = [{key: from_plain(value) for key, value in saved[i].options.items()} for i in sources]
-        unlike = sorted({key for other in options[1:] for key in other if not _equal(other[key], options[0].get(key))})
-        if unlike:
-            problems.add(
-                "groups", f"group {index} of optimizer {number} joins saved groups {sources} that differ in {unlike}"
-            )
-        chosen = {key: value for key, value in options[0].items() if key not in NOT_KEPT} if options else {}
-        if options:
-            check_options(link, number, index, chosen, problems.add)
-        result.append(chosen)
-    return result
-
-
 def _is_loss_scale(scale: Mapping[str, float]) -> bool:
     """Whether the numbers are what a ``LossScaler`` may hold."""
     steps, tolerance = scale.get("clean_steps", -1.0), scale.get("tolerance", math.inf)
     # The tolerance goes on falling below 0 while every step overflows.
     return 0 < scale.get("scale", 0.0) < math.inf and 0 <= steps < MAX_COUNT and abs(tolerance) < MAX_COUNT
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return bool(torch.equal(first, second))
-    return bool(first == second)
-
-
-def _with_state(manifest: Manifest, number: int) -> set[str]:
-    return {item.name for item in manifest.stored if item.kind == "optim" and item.optimizer == number}

@@ -4,7 +4,7 @@ Every byte of the files is read by one rank. Nothing is allocated but one bucket
 the optimizer keeps.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,10 @@ def place_params(managed: Managed, matched: Match, source: TensorSource) -> None
 
 
 @torch.no_grad()
-def place_optimizer(link: OptimizerLink, number: int, matched: Match, source: TensorSource) -> None:
-    """Give one optimizer the state of its parameters and the options of its groups; collective."""
+def place_optimizer(
+    link: OptimizerLink, groups: Sequence[Mapping[str, Any]], number: int, matched: Match, source: TensorSource
+) -> None:
+    """Give one optimizer the state of its parameters in one of the checkpoint, and its groups' options; collective."""
     facts = source.manifest.values.optimizers[number]
     by_key = source.manifest.by_key
     states = sorted({item.state for item in source.manifest.stored if (item.kind, item.optimizer) == ("optim", number)})
@@ -90,7 +92,7 @@ def place_optimizer(link: OptimizerLink, number: int, matched: Match, source: Te
     for other in [key for key in everything if not isinstance(key, Tensor)]:
         del everything[other]
     everything.update({key: from_plain(value) for key, value in facts.other.items()})
-    for group, options in zip(link.optimizer.param_groups, matched.groups[number], strict=True):
+    for group, options in zip(link.optimizer.param_groups, groups, strict=True):
         for key, value in options.items():
             _set_option(group, key, value)
 

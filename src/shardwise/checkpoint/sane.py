@@ -15,7 +15,7 @@ from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.trial import WHAT_ADDS_STATE, Kept, base_of, kept_with, refusal_of, steps_like
 from shardwise.optim.shard import OptimizerLink
 
-__all__ = ["check_options", "check_states"]
+__all__ = ["Tell", "check_options", "check_states"]
 
 Tell = Callable[[str, str], None]  # kind of problem, text
 
