@@ -263,3 +263,33 @@ def test_optimizers_that_were_sharded_in_another_order(tmp_path: Path) -> None:
         assert [loaded_by[name].param_groups[0]["lr"] for name in ("first", "second")] == [0.1, 0.2]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_load_in_inference_mode_can_be_trained(stage: int, fresh: bool, tmp_path: Path) -> None:
+    base = Small()
+
+    def body(mesh: Mapping[str, Comm]) -> None:
+        def built() -> tuple[nn.Module, Any]:
+            net = shardwise.shard(copy.deepcopy(base), dict(mesh), units=nn.Linear, stage=stage)
+            own = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.05))
+            return net, shardwise.shard_optimizer(own, net)
+
+        net, optimizer = built()
+        step(net, optimizer)
+        shardwise.save_checkpoint(net, tmp_path, tag="a")
+        other, again = built()
+        if not fresh:
+            step(other, again)
+            step(other, again)
+        with torch.inference_mode():
+            shardwise.load_checkpoint(other, tmp_path, tag="a")
+        assert not [value for states in again.state.values() for value in states.values() if value.is_inference()]
+        for _ in range(2):
+            step(net, optimizer)
+            step(other, again)
+        assert_same(state_of(other), state_of(net))
+        shardwise.load_checkpoint(other, tmp_path, tag="a")
+
+    run_ranks(2, body)

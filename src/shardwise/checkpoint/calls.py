@@ -172,10 +172,6 @@ def load_checkpoint(
     """
     managed = Managed.of(model)
     _check_no_backward("load_checkpoint")
-    managed.clear_failed_backward()
-    if any(unit.pins for unit in managed.runtime.units):
-        raise StateError("load_checkpoint: inside unsharded(): leave it first")
-    _end_pending(managed, "load_checkpoint")
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
@@ -183,7 +179,12 @@ def load_checkpoint(
         rng=rng,
         strict_owner=strict_owner,
     )
-    return load(managed, _source(folder), tag, objects or {}, options, verify=verify)
+    with torch.inference_mode(False):  # what was made or written inside it could not be trained
+        managed.clear_failed_backward()
+        if any(unit.pins for unit in managed.runtime.units):
+            raise StateError("load_checkpoint: inside unsharded(): leave it first")
+        _end_pending(managed, "load_checkpoint")
+        return load(managed, _source(folder), tag, objects or {}, options, verify=verify)
 
 
 def _check_no_backward(what: str) -> None:

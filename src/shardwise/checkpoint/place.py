@@ -182,7 +182,7 @@ def _fill_states(
             piece = fragments.parts[index]
             own = flat[piece.flat_start - begin : piece.flat_start - begin + piece.numel]
             old = link.optimizer.state.get(param, {}).get(state)
-            fits = isinstance(old, Tensor) and old.shape == own.shape and old.dtype == dtype
+            fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (own.shape, dtype) and not old.is_inference()
             new[index][state] = old.copy_(own) if fits else own.clone()
 
 
@@ -203,7 +203,7 @@ def _adopt_states(link: OptimizerLink, fragments: BucketFragments, new: Mapping[
 
 def _set_option(group: dict[str, object], key: str, value: object) -> None:
     old = group.get(key)
-    if isinstance(old, Tensor):
+    if isinstance(old, Tensor) and not old.is_inference():
         old.copy_(torch.as_tensor(value))
     else:
         group[key] = value.item() if isinstance(value, Tensor) and old is not None else value
