@@ -62,6 +62,7 @@ class EngineCheckpoints(nn.Module):
     skipped_steps: int
     micro_steps: int
     lr_scheduler: Any
+    optimizer: Any
     _managed: Managed
     _window: AccumulationWindow
     _loader: Any
@@ -141,6 +142,7 @@ class EngineCheckpoints(nn.Module):
             load_module_strict: names of parameters and buffers must be the same.
             load_optimizer_states: load the optimizer's state and options.
             load_lr_scheduler_states: load the scheduler's position; the next update has the rate that it has there now.
+                Without the optimizer's state, a scheduler that does not tell its rates is a warning.
             load_module_only: load parameters and buffers, nothing else.
             custom_load_fn: not possible here.
 
@@ -173,8 +175,8 @@ class EngineCheckpoints(nn.Module):
             weights_only=load_module_only,
             optimizer_state=load_optimizer_states,
         )
-        if "scheduler" in objects and isinstance(self.lr_scheduler, ClosedForm):
-            self.lr_scheduler.set_rates()  # its options are those of now, not those of the save
+        if "scheduler" in objects:
+            self._set_rates(load_optimizer_states)
         self._after_load()
         return str(loaded.path), loaded.user_state
 
@@ -220,6 +222,29 @@ class EngineCheckpoints(nn.Module):
     def _objects(self) -> dict[str, Stateful]:
         others = {"scheduler": self.lr_scheduler, "loader": self._loader}
         return {"engine": _Counters(self)} | {k: v for k, v in others.items() if hasattr(v, "state_dict")}
+
+    def _set_rates(self, has_options: bool) -> None:
+        """Let the optimizer's groups have the rates of the scheduler's place, which the next update shall have."""
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, ClosedForm):
+            scheduler.set_rates()  # its options are those of now, not those of the save
+        elif not has_options:
+            groups = self.optimizer.param_groups if self.optimizer is not None else []
+            last = getattr(scheduler, "get_last_lr", None)
+            rates = last() if callable(last) else ()
+            if len(rates) != len(groups):
+                if self._is_first:
+                    warnings.warn(
+                        f"load_checkpoint: {type(scheduler).__name__} does not tell the rates of "
+                        f"{len(groups)} groups: they keep those of now until it moves them",
+                        stacklevel=3,
+                    )
+                return
+            for group, rate in zip(groups, rates, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = float(rate)
 
     def _has_no_latest(self, folder: Path) -> bool:
         """Whether no rank sees the file; if some do, loading tells."""

@@ -229,3 +229,50 @@ def test_iterating_draws_nothing_from_the_global_generator() -> None:
     before = torch.get_rng_state()
     list(loader_of(0, 2, 2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_torchs_scheduler_gives_its_rate_to_an_optimizer_that_begins_anew(tensor: bool, tmp_path: Path) -> None:
+    def made() -> Any:
+        model = net()
+        rate = torch.tensor(0.1) if tensor else 0.1
+        engine, *_ = shardwise.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=rate),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            mesh={"data": LocalComm()},
+            config={},
+        )
+        return engine
+
+    engine = made()
+    update(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    other = made()
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    for _ in range(2):
+        assert other.get_lr() == engine.get_lr()
+        update(engine)
+        update(other)
+
+
+def test_a_scheduler_that_tells_no_rates_is_named(tmp_path: Path) -> None:
+    class Silent:
+        def step(self) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    def made() -> Any:
+        model = net()
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = shardwise.initialize(
+            model=model, optimizer=own, lr_scheduler=Silent(), mesh={"data": LocalComm()}, config={}
+        )
+        return engine
+
+    made().save_checkpoint(tmp_path)
+    with pytest.warns(UserWarning, match="Silent does not tell the rates"):
+        made().load_checkpoint(tmp_path, load_optimizer_states=False)
