@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.doors.dcp import export_dcp, import_dcp
 from shardwise.checkpoint.names import MANIFEST
 from shardwise.comm.base import Comm
 from shardwise.comm.fake import LocalComm
@@ -200,7 +201,9 @@ def test_a_rate_of_sgd_that_is_no_number(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"momentum": 0.0}, {"momentum": 0.9}, {"lr": torch.tensor(0.02)}])
+@pytest.mark.parametrize(
+    "change", [{"weight_decay": False}, {"momentum": 0.0}, {"momentum": 0.9}, {"lr": torch.tensor(0.02)}]
+)
 def test_options_that_changed_on_the_way_load(change: dict[str, Any], tmp_path: Path) -> None:
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1, momentum=0.5 if change.get("momentum") == 0.0 else 0.0)
@@ -293,3 +296,17 @@ def test_a_load_in_inference_mode_can_be_trained(stage: int, fresh: bool, tmp_pa
         shardwise.load_checkpoint(other, tmp_path, tag="a")
 
     run_ranks(2, body)
+
+
+def test_a_factor_of_a_parameter_without_dimensions_comes_in_as_one_value(tmp_path: Path) -> None:
+    net, optimizer = made(torch.optim.NAdam)
+    step(net, optimizer)
+    shardwise.save_checkpoint(net, tmp_path, tag="a")
+    export_dcp(tmp_path / "a", tmp_path / "out")
+    import_dcp(tmp_path / "out", tmp_path / "in", optimizer="NAdam")
+    other, again = made(torch.optim.NAdam)
+    shardwise.load_checkpoint(other, tmp_path / "in")
+    for _ in range(2):
+        step(net, optimizer)
+        step(other, again)
+    assert_same(state_of(other), state_of(net))

@@ -16,6 +16,7 @@ from shardwise.errors import CheckpointError
 __all__ = ["ReadOptimizer"]
 
 _STEP = "step"
+_ONE_VALUE = frozenset({_STEP, "mu_product", "eta", "mu"})  # of torch's optimizers, whatever the parameter's shape
 _MOST_STEPS = 1 << 53
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
@@ -91,7 +92,7 @@ class ReadOptimizer:
         where = f"{self._incoming.source}: {key}"
         if key in self._facts.tensors:
             tensor = self._tensor(key)
-            if tensor.dim() or (state != _STEP and self._incoming.params[name].shape == ()):
+            if tensor.dim() or (state not in _ONE_VALUE and self._incoming.params[name].shape == ()):
                 self._incoming.add_state(name, state, tensor)
                 return
             found: Any = tensor
