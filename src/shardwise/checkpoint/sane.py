@@ -34,7 +34,7 @@ def check_options(link: OptimizerLink, number: int, index: int, options: Mapping
         if not _is_like(value, default) and not _is_like_now(value, now.get(key)):
             odd = True
             tell("options of another kind", f"{key} {where} is {str(value)[:40]}")
-        elif base is not None and _is_finite(default) and not _is_finite(value):
+        elif base is not None and _numbers(default) and not _is_finite(value) and _is_finite(default):
             odd = True
             tell("options that are no finite numbers", f"{key} {where} is {str(value)[:40]}")
     if base is None or odd:
@@ -119,9 +119,8 @@ def _numbers(value: object) -> list[float]:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether an option is one or several numbers, and all are finite."""
-    found = _numbers(value)
-    return bool(found) and all(map(math.isfinite, found))
+    """Whether no number of an option is infinite or NaN."""
+    return all(map(math.isfinite, _numbers(value)))
 
 
 def _is_number(value: object) -> bool:
