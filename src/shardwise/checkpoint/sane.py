@@ -33,10 +33,10 @@ def check_options(link: OptimizerLink, number: int, index: int, options: Mapping
             continue  # other classes may take more than their defaults show
         if not _is_like(value, default) and not _is_like_now(value, now.get(key)):
             odd = True
-            tell("options of another kind", f"{key} {where} is {str(value)[:40]}")
+            tell("options of another kind", f"{key} {where} is {_shown(value)}")
         elif base is not None and _numbers(default) and not _is_finite(value) and _is_finite(default):
             odd = True
-            tell("options that are no finite numbers", f"{key} {where} is {str(value)[:40]}")
+            tell("options that are no finite numbers", f"{key} {where} is {_shown(value)}")
     if base is None or odd:
         return
     lacking = [key for key, value in link.optimizer.defaults.items() if _numbers(value) and key not in options]
@@ -72,7 +72,7 @@ def check_states(
     }
     for name, states in single.items():
         if "step" in states and not _is_count(states["step"], is_known):
-            tell("steps that are no number", f"{str(states['step'])[:40]} of {name}")
+            tell("steps that are no number", f"{_shown(states['step'])} of {name}")
     whole: dict[str, set[str]] = {}
     for item in stored:
         if item.kind == "optim" and item.optimizer == number:
@@ -103,13 +103,18 @@ def _check_kinds(name: str, single: Mapping[str, Any], whole: Set[str], kept: Ke
         if key in kept.whole and not (value is None and key not in kept.needed):
             tell("states of one value for a whole parameter", f"{key} of {name}")
         elif is_known and key in kept.single and not (isinstance(value, Tensor) and value.is_floating_point()):
-            tell("states of another kind", f"{key} of {name} is {str(value)[:40]}")
+            tell("states of another kind", f"{key} of {name} is {_shown(value)}")
     if is_known:
         for key in sorted(whole & kept.single):
             tell("states that are more than one value", f"{key} of {name}")
         lacking = sorted(kept.needed - single.keys() - whole)
         if lacking:
             tell("incomplete states", f"{name} has no {', '.join(lacking)}")
+
+
+def _shown(value: object) -> str:
+    """Return the beginning of a value's text; torch imports half of itself to write a tensor's."""
+    return f"{value.item()} of {value.dtype}" if isinstance(value, Tensor) else str(value)[:40]
 
 
 def _numbers(value: object) -> list[float]:
