@@ -34,4 +34,4 @@ def test_memory_decides(text: Path) -> None:
 
 def test_another_failure_is_no_answer(text: Path) -> None:
     with pytest.raises(ConfigError, match="not for want of memory"):
-        runs(text, "model.name=no-such-model")
+        runs(text, "data.tokenizer=no-such-file.json")
