@@ -100,7 +100,7 @@ def _table(choice: Choice) -> Table:
     wanted = choice.question.wanted
     table = Table()
     unit, size = ("GiB", 2**30) if choice.question.memory.bytes >= 2**30 else ("MiB", 2**20)
-    heads = ["", "stage", "dtype", "recompute", "states", "activ.", "other", f"peak {unit}", "free", ""]
+    heads = ["", "stage", "dtype", "recompute", "states", "activations", "other", f"peak {unit}", "free", ""]
     if wanted:
         heads.insert(4, _NAMES[wanted])
     if wanted == "depth":
