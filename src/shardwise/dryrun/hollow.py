@@ -25,7 +25,7 @@ from shardwise.numerics import fingerprint as _operator  # noqa: F401 - it must 
 __all__ = ["Hollow"]
 
 SMALL_BYTES = 1 << 20
-SMALL_WHOLE_BYTES = 1 << 28  # of whole numbers: tokens, and the records of the ranks, which grow with their number
+SMALL_WHOLE_BYTES = 1 << 26  # of whole numbers: tokens, and the records of the ranks, which grow with their number
 _MAP_NORESERVE = 0x4000  # of Linux; mmap has no name for it
 _ATEN = torch.ops.aten
 _ANSWERS = MappingProxyType(
@@ -119,7 +119,7 @@ class Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_small(shape: Tensor) -> bool:
-    return shape.nbytes <= (SMALL_BYTES if shape.is_floating_point() else SMALL_WHOLE_BYTES)
+    return shape.nbytes <= (SMALL_WHOLE_BYTES if shape.dtype == torch.int64 else SMALL_BYTES)
 
 
 def _untouched(num_bytes: int, dtype: torch.dtype, *, is_resized: bool) -> Tensor:
