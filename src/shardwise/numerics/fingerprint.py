@@ -2,7 +2,7 @@
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, library
 
 __all__ = ["fingerprint"]
 
@@ -27,6 +27,6 @@ def _hash(tensor: Tensor) -> int:
 
 
 # One operator of torch's, so that a dispatch mode can answer for tensors that have no contents.
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("fingerprint(Tensor tensor) -> int")  # type: ignore[no-untyped-call]
-torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")(_hash)
+_OPERATORS = library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATORS.define("fingerprint(Tensor tensor) -> int")  # type: ignore[no-untyped-call]
+library.impl(_OPERATORS, "fingerprint", "CompositeExplicitAutograd")(_hash)
