@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import StateError
 from shardwise.runtime.bucket import Bucket, ParamState
 
-__all__ = ["SavedWeights", "is_nonreentrant_recompute", "storage_address"]
+__all__ = ["Recomputation", "SavedWeights", "is_nonreentrant_recompute", "storage_address"]
 
 _CAST_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -162,14 +162,48 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+class Recomputation:
+    """A place in the region of a non-reentrant activation checkpoint, from which the region can be computed again.
+
+    It is one more tensor that the checkpoint saved there: to ask for it is to compute everything the checkpoint did not
+    keep, at a moment that does not depend on which of its results autograd happens to need first.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._kept = pack(torch.empty(0))
+        self._unpack = unpack
+        self._asked: Any = (
+            None  # by the backward of this number, or by these backwards: a checkpoint answers once in each
+        )
+
+    @classmethod
+    def here(cls) -> "Recomputation | None":
+        """Return this place, or None outside such regions. The place counts in a recomputation, too."""
+        hooks = _top_hooks() if torch.is_grad_enabled() else None
+        return cls(*hooks) if hooks is not None and _checkpoint_hook(hooks) else None
+
+    def run(self) -> None:
+        """Compute the region again unless the running backward already did."""
+        # torch 2.11-2.13: the key of what torch.utils.checkpoint.GraphExecGroup joins
+        asks = torch._C._get_graph_exec_group() or torch._C._current_graph_task_id()
+        if asks != self._asked:
+            self._asked = asks
+            self._unpack(self._kept)
+
+
 def is_nonreentrant_recompute() -> bool:
     """Whether a non-reentrant checkpoint computes its region again, to find what it had not saved."""
-    hooks = _top_hooks()
+    return _checkpoint_hook(_top_hooks()) == "_recomputation_hook"
+
+
+def _checkpoint_hook(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> str:
+    """Return the class of the activation checkpoint's hooks that these are, or are composed with; empty if none's."""
     pack: Any = hooks[0] if hooks else None
     while isinstance(pack, _ComposedPack):
         pack = pack.outer
     # torch 2.11-2.13: torch.utils.checkpoint._recomputation_hook.__init__.<locals>.pack_hook
-    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
+    maker = str(getattr(pack, "__qualname__", "")).partition(".")[0]
+    return maker if maker in ("_checkpoint_hook", "_recomputation_hook") else ""
 
 
 def _orientations(weight: Tensor, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -16,8 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit, Use
+from shardwise.saved import Recomputation
 
 __all__ = ["UseHooks", "walk_tensors"]
+
+_Reached = tuple[Unit, Use | None, Recomputation | None]
 
 
 class UseHooks:
@@ -32,7 +35,7 @@ class UseHooks:
         self._runtime = runtime
         self._on_event = on_event
         self._leaf_hooks: list[RemovableHandle] = []
-        self._outputs: dict[int, tuple[weakref.ref[Tensor], list[tuple[Unit, Use | None]]]] = {}  # by id of the tensor
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], list[_Reached]]] = {}  # by id of the tensor
 
     def begin(self, unit: Unit, inputs: Sequence[Any]) -> Use | None:
         """Open a use of a unit if its inputs need gradients."""
@@ -49,20 +52,24 @@ class UseHooks:
                 self._leaf_hooks.append(handle)
         return use
 
-    def hook_outputs(self, unit: Unit, use: Use | None, output: Any) -> None:
+    def hook_outputs(self, unit: Unit, use: Use | None, recomputation: Recomputation | None, output: Any) -> None:
         """Notice when a backward reaches the outputs of a use.
+
+        A use inside an activation checkpoint has the region computed again then, with the gathers this takes, on every
+        rank: otherwise a rank whose data left the unit unused would come to it only after it passed the unit.
 
         A unit that returns its child's output as it is shares the child's hook and comes first in it: so it is reached
         first on every rank, also where another rank's data made it return another tensor.
         """
+        reached = (unit, use, recomputation)
         for tensor in walk_tensors(output):
             if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
                 continue
             known, uses = self._outputs.get(id(tensor), (None, []))
             if known is not None and known() is tensor:
-                uses.insert(0, (unit, use))
+                uses.insert(0, reached)
                 continue
-            uses = [(unit, use)]
+            uses = [reached]
             self._outputs[id(tensor)] = weakref.ref(tensor), uses
             _register(tensor, partial(self._outputs_reached, uses))
 
@@ -76,13 +83,15 @@ class UseHooks:
             hook.remove()
         self._leaf_hooks.clear()
 
-    def _outputs_reached(self, uses: list[tuple[Unit, Use | None]], grad: Tensor) -> None:
-        for unit, use in uses:
+    def _outputs_reached(self, uses: list[_Reached], grad: Tensor) -> None:
+        for unit, use, recomputation in uses:
             self._on_event(unit)
             if use is not None:
                 use.reach()
                 unit.uses.add(use)
             self._runtime.before_backward(unit)
+            if recomputation is not None:
+                recomputation.run()
 
     def _input_arrived(self, unit: Unit, use: Use, grads: Any) -> None:
         self._on_event(unit)

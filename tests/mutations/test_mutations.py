@@ -22,6 +22,7 @@ FAST_SUBSET = (
     "tests/lanes",
     "tests/cases/test_held_weights.py",
     "tests/cases/test_divergence.py",
+    "tests/cases/test_activation_checkpoints.py",
 )
 LIMIT_SECONDS = 600.0  # of one run of the subset; much more than it takes, a test that hangs ends by its own timeout
 NUM_WORKERS = 2

@@ -67,6 +67,24 @@ REGRESSIONS = {
         Setup(ranks=(2, 2), units="leaves", policy="host"),
         (Forward(), Backward(), Step()),
     ),
+    # one rank passed a unit of a checkpointed region before it computed the region, and gathered, again
+    "weights_used_on_some_ranks_in_a_checkpoint": Case(
+        Graph((Box("checkpoint_inside", (Leaf(), Leaf("lora"), Leaf("sometimes", act="none"))),), grad_of_input=True),
+        Setup(prefetch=0, reductions_in_flight=0, keep_last_unit=False, policy="host"),
+        (Forward(), Backward(), Step()),
+    ),
+    "weights_used_on_some_ranks_in_checkpoints_of_checkpoints": Case(
+        Graph(
+            (
+                Leaf(),
+                Box("checkpoint_inside", (Leaf(), Box("checkpoint", (Leaf(), Leaf("sometimes", act="none"))))),
+                Box("checkpoint_inside", (Leaf("sometimes", act="none"), Leaf("sometimes", act="none"))),
+            ),
+            grad_of_input=True,
+        ),
+        Setup(ranks=3, units="leaves", prefetch=1, policy="host"),
+        (Forward(), Forward(), Backward(1), Backward(), Step()),
+    ),
     # a bucket made anew got the number of another one
     "unfreeze_at_one_rank": Case(Graph((Leaf(),), frozen=(1,)), Setup(ranks=1), (Toggle(1),)),
     "step_unfreeze_step": Case(Graph((Leaf(),), frozen=(0,)), Setup(), (Step(), Toggle(0), Forward(), Step())),

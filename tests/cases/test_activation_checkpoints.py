@@ -1,0 +1,217 @@
+"""Regions that activation checkpoints compute again: once in a backward, no more than torch would, nothing kept."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+from shardwise.comm.base import Mesh
+from shardwise.testing.ranks import run_ranks
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+SIZE = 8
+all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def checkpoint(function: Callable[..., T], *args: Any) -> T:
+    out: T = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+class Pair(nn.Module):
+    """Two outputs that have no operation in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(2))
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        return self.parts[0](x), self.parts[1](x)
+
+
+class Chosen(nn.Module):
+    """A product, if this rank's data choose it."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE, SIZE))
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.used else x
+
+
+class Region(nn.Sequential):
+    """Layers of which nothing is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x)  # type: ignore[no-any-return]
+
+
+class Anything:
+    """An argument of a region, which lives as long as the region may be computed again."""
+
+
+class Blocks(nn.Module):
+    """Two checkpointed regions of two units, one region in the other if ``nested``."""
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(4))
+        self.nested = nested
+        self.seen: list[weakref.ref[Anything]] = []
+
+    def first(self, x: Tensor, argument: Anything) -> Tensor:
+        self.seen.append(weakref.ref(argument))
+        return self.blocks[1](self.blocks[0](x))  # type: ignore[no-any-return]
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.blocks[3](self.blocks[2](x))  # type: ignore[no-any-return]
+
+    def both(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, checkpoint(self.first, x, Anything()) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.both, x) if self.nested else self.both(x)
+
+
+def filled(model: M) -> M:
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.4)
+    return model
+
+
+def sharded(model: M, mesh: Mesh, stage: int) -> M:
+    result: M = shardwise.shard(filled(model), mesh, stage=stage, units=lambda m: isinstance(m, nn.Sequential))
+    return result
+
+
+def batch() -> Tensor:
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(9)).requires_grad_()
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Names of the operations that run."""
+    names: list[str] = []
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Count():  # type: ignore[no-untyped-call]
+        yield names
+
+
+@all_stages
+@pytest.mark.parametrize("nested", [False, True])
+def test_retained_graph_is_computed_again_in_each_backward(stage: int, nested: bool) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        x, model = batch(), sharded(Blocks(nested), mesh, stage)
+        out = model(x).sum()
+        with shardwise.no_sync(model):
+            out.backward(retain_graph=True)
+        out.backward()
+        assert x.grad is not None
+        return x.grad
+
+    x, model = batch(), filled(Blocks(nested))
+    (2 * model(x).sum()).backward()
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, x.grad)
+
+
+@all_stages
+@pytest.mark.parametrize("backwards", ["one", "group"])
+def test_region_with_two_outputs_is_computed_again_once(backwards: str, stage: int) -> None:
+    def body(mesh: Mesh) -> int:
+        x = batch()
+        model = sharded(Pair(), mesh, stage)
+        outputs = checkpoint(model, x)
+        if backwards == "one":
+            sum(out.sum() for out in outputs).backward()
+        else:
+            with torch_checkpoint.GraphExecGroup(), shardwise.no_sync(model):
+                for out in outputs:
+                    out.sum().backward()
+        return model.num_calls
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+@all_stages
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_weights_that_one_rank_leaves_unused_in_a_region(prefetch: int, stage: int) -> None:
+    def build(used: bool) -> Region:
+        return filled(Region(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE), Chosen(used)))
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = shardwise.shard(
+            build(mesh["data"].rank == 0),
+            mesh,
+            stage=stage,
+            units=lambda m: isinstance(m, nn.Linear | Chosen),
+            prefetch=prefetch,
+            reductions_in_flight=0,
+        )
+        model(batch()).sum().backward()
+        return shardwise.full_gradients(model)
+
+    models = build(used=True), build(used=False)
+    for model in models:
+        model(batch()).sum().backward()
+    expected = [
+        (a.grad + (torch.zeros_like(a) if b.grad is None else b.grad)) / 2
+        for a, b in zip(*(model.parameters() for model in models), strict=True)
+        if a.grad is not None
+    ]
+    for gradients in run_ranks(2, body, timeout=10):
+        torch.testing.assert_close([*gradients.values()], expected)
+
+
+@all_stages
+def test_recomputation_ends_where_torch_would_end_it(stage: int) -> None:
+    def num_products(model: nn.Module) -> int:
+        x = batch()
+        out = checkpoint(lambda x: model(x) * 1.0, x)  # nothing after the last product is saved
+        with counted() as names:
+            out.sum().backward()
+        return names.count("addmm")
+
+    def chain() -> nn.Module:
+        return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+
+    def body(mesh: Mesh) -> int:
+        return num_products(
+            shardwise.shard(chain(), mesh, stage=stage, units=lambda module: isinstance(module, nn.Linear))
+        )
+
+    expected = num_products(chain())
+    assert expected == 1  # of the second product only the input is needed
+    assert run_ranks(1, body) == [expected]
+
+
+@all_stages
+@pytest.mark.parametrize("nested", [False, True])
+def test_nothing_computed_again_outlives_the_backward(stage: int, nested: bool) -> None:
+    def body(mesh: Mesh) -> int:
+        model = sharded(Blocks(nested), mesh, stage)
+        model(batch()).sum().backward()
+        gc.collect()
+        return sum(ref() is not None for ref in model.seen)
+
+    assert run_ranks(2, body) == [0, 0]
