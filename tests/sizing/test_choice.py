@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.sizing.case import Case, Memory, Need
 from shardwise.sizing.choice import Question, ask
 from shardwise.sizing.states import parse_num_params, state_rows
 from shardwise.sizing.subject import SizingSubject
+from shardwise.sizing.tables import choice_facts, choice_tables
 from shardwise.testing.ranks import run_ranks
 from shardwise.train.settings import load_settings, settings_as_toml
 
@@ -112,6 +114,31 @@ def test_plain_data_parallel_is_taken_where_it_is_enough() -> None:
     assert not small.plain_is_enough
     nothing = ask(NANO, Question(memory=memory(1000), gpus=2, micro=2))
     assert nothing.best is None
+
+
+class WithoutRecomputation(SizingSubject):
+    """A model that cannot compute its blocks again."""
+
+    def need(self, case: Case, memory: Memory | None = None) -> Need:
+        if case.checkpointing:
+            raise ConfigError("no recomputation here")
+        return super().need(case, memory)
+
+
+def test_a_case_that_is_refused_leaves_the_other_rows() -> None:
+    subject = WithoutRecomputation("gpt-nano", overrides=["model.context=32"])
+    question = Question(memory=memory(2**30), gpus=2, micro=2, stages=(0, 3), precisions=("fp32",))
+    choice = ask(subject, question)
+    assert [row.need.case.checkpointing for row in choice.answers] == [False, False]
+    assert choice.best is choice.answers[0]
+    assert [(case.stage, case.checkpointing, why) for case, why in choice.refused] == [
+        (0, True, "no recomputation here"),
+        (3, True, "no recomputation here"),
+    ]
+    assert "no row for stage 3 in fp32, recompute: no recomputation here" in choice_tables(subject, choice)
+    assert len(choice_facts(subject, choice)["refused"]) == 2
+    with pytest.raises(ConfigError, match="no recomputation here"):
+        ask(subject, replace(question, checkpointing=(True,)))
 
 
 def test_recomputation_and_accumulation_are_planned() -> None:

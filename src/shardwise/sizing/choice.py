@@ -80,11 +80,13 @@ class Choice:
     Attributes:
         answers: in the order in which they are to be preferred.
         best: the first that fits; None: none does.
+        refused: the cases that a run would refuse, as one without recomputation for its model, and why.
     """
 
     question: Question
     answers: tuple[Answer, ...]
     best: Answer | None
+    refused: tuple[tuple[Case, str], ...] = ()
 
     @property
     def plain_is_enough(self) -> bool:
@@ -104,7 +106,8 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
         tell: is told each case before its dry run.
 
     Raises:
-        ConfigError: the settings contradict each other, or the model cannot be run without data.
+        ConfigError: no case can be planned: the settings contradict each other, or the model cannot be run without
+            data.
     """
     if question.wanted in ("gpus", "micro") and subject.fixes_batch:
         raise ConfigError(
@@ -115,6 +118,7 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
         raise ConfigError(f"{subject.name}: the depth of a Hugging Face model cannot be chosen: name a built-in model")
     kinds = itertools.product(question.checkpointing, question.stages, question.precisions)
     rows: list[Answer] = []
+    refused: list[tuple[Case, str]] = []
     for checkpointing, stage, precision in kinds:
         case = Case(
             stage=stage,
@@ -124,9 +128,14 @@ def ask(subject: SizingSubject, question: Question, tell: Callable[[Case], None]
             micro=None if question.micro == "own" else question.micro or 1,
             depth=None if question.depth == "own" else question.depth or 1,
         )
-        rows.append(_answer(subject, question, case, tell))
+        try:
+            rows.append(_answer(subject, question, case, tell))
+        except ConfigError as error:
+            refused.append((case, str(error)))
+    if not rows:
+        raise ConfigError(refused[0][1])
     fitting = [row for row in rows if row.verdict == "fits"]
-    return Choice(question=question, answers=tuple(rows), best=_best(fitting, question))
+    return Choice(question=question, answers=tuple(rows), best=_best(fitting, question), refused=tuple(refused))
 
 
 def _best(fitting: Sequence[Answer], question: Question) -> Answer | None:

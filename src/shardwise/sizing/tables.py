@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from shardwise.sizing.case import Memory, Need
+from shardwise.sizing.case import Case, Memory, Need
 from shardwise.sizing.choice import Answer, Choice
 from shardwise.sizing.states import StateRow
 from shardwise.sizing.subject import SizingSubject
@@ -39,6 +39,7 @@ def choice_tables(subject: SizingSubject, choice: Choice) -> list[RenderableType
     """Return what is shown, in order."""
     question = choice.question
     shown: list[RenderableType] = [_title(subject, choice), _table(choice)]
+    shown += [f"no row for {_words(case)}: {why}" for case, why in choice.refused]
     shown += [LEFT_OUT, *_verdicts(choice)]
     if question.wanted is not None and choice.best is None:
         shown.append(f"no {_NAMES[question.wanted].split()[1]} of any row fits")
@@ -55,6 +56,7 @@ def choice_facts(subject: SizingSubject, choice: Choice) -> dict[str, Any]:
         "left_out": LEFT_OUT,
         "rows": [_facts(row) for row in choice.answers],
         "best": None if choice.best is None else choice.answers.index(choice.best),
+        "refused": [{"case": asdict(case), "why": why} for case, why in choice.refused],
         "plain_is_enough": choice.plain_is_enough,
     }
 
@@ -148,6 +150,10 @@ def _verdicts(choice: Choice) -> list[RenderableType]:
         return [f"plain data parallel is enough: stage 0 in {case.precision} leaves {margin} of the memory free"]
     how = " with recomputation of blocks" if case.checkpointing else ""
     return [f"take stage {case.stage} in {case.precision}{how}: the cheapest row that leaves {margin} free"]
+
+
+def _words(case: Case) -> str:
+    return f"stage {case.stage} in {case.precision or 'its own dtype'}{', recompute' if case.checkpointing else ''}"
 
 
 def _states_at_peak(need: Need) -> int:
