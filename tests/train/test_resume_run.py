@@ -108,7 +108,9 @@ def test_what_cannot_be_resumed_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     text = tmp_path / "own.txt"
     text.write_text("".join(f"line {number}\n" for number in range(400)))
-    assert run(text, folder, more=("train.steps=2",)).exit_code == 0
+    begun = run(text, folder, "--resume", "auto", "--quiet", more=("train.steps=2",))
+    assert begun.exit_code == 0
+    assert f"{folder} has no checkpoint: the run begins anew" in begun.output
     refused = run(text, folder)
     assert refused.exit_code != 0
     assert "--resume auto" in str(refused.output) + str(refused.exception)

@@ -119,6 +119,8 @@ def train(
         resume=find_resume(resume, Path(settings.config.train.output).expanduser()),
         weights_only=weights_only,
     )
+    if resume == "auto" and task.resume is None and is_first:
+        typer.echo(f"note: {task.folder} has no checkpoint: the run begins anew", err=True)
     overwrite = overwrite or (resume == "auto" and task.resume is None and not (task.folder / SUMMARY).exists())
     with TrainView(console, line_every=settings.config.log_every or 1, quiet=quiet or not is_first) as view:
         try:
