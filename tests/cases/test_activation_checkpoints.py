@@ -1,4 +1,4 @@
-"""Regions that activation checkpoints compute again: once in a backward, no more than torch would, nothing kept."""
+"""Regions that activation checkpoints compute again: once in a backward, as far as torch would, nothing kept."""
 
 import gc
 import weakref
@@ -184,6 +184,75 @@ def test_weights_that_one_rank_leaves_unused_in_a_region(prefetch: int, stage: i
 
 
 @all_stages
+def test_gradient_of_the_output_of_a_region_computes_nothing_again(stage: int) -> None:
+    def body(mesh: Mesh) -> tuple[int, Tensor]:
+        x, model = batch(), sharded(Pair(), mesh, stage)
+        out: Tensor = checkpoint(lambda x: torch.add(*model(x)), x)
+        loss = out.square().sum()
+        for _ in range(3):
+            torch.autograd.grad(loss, out, retain_graph=True)
+        num_calls = model.num_calls
+        torch.autograd.backward(loss)
+        assert x.grad is not None
+        return num_calls, x.grad
+
+    x = batch()
+    first, second = filled(Pair())(x)
+    loss: Tensor = (first + second).square().sum()
+    torch.autograd.backward(loss)
+    for num_calls, grad in run_ranks(2, body):
+        assert num_calls == 1
+        torch.testing.assert_close(grad, x.grad)
+
+
+@all_stages
+def test_backward_inside_a_backward_through_the_same_region(stage: int) -> None:
+    def through(model: Pair) -> Tensor:
+        x = batch()
+        first, second = checkpoint(model, x)
+        extra: list[Tensor] = []
+        loss, other = first.sum() + 2 * second.sum(), second.sum()
+        first.register_hook(lambda grad: extra.extend(torch.autograd.grad(other, x, retain_graph=True)))
+        loss.backward(retain_graph=True)
+        assert x.grad is not None
+        return torch.add(x.grad, extra[0])
+
+    expected = through(filled(Pair()))
+    for grad in run_ranks(2, lambda mesh: through(sharded(Pair(), mesh, stage))):
+        torch.testing.assert_close(grad, expected)
+
+
+@all_stages
+def test_results_kept_from_the_forward_are_not_missed_in_the_recomputation(stage: int) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, SIZE).requires_grad_(False)
+            self.layer = nn.Linear(SIZE, SIZE)
+            self.kept: Tensor | None = None
+
+        def region(self, x: Tensor) -> Tensor:
+            if self.kept is None:
+                self.kept = self.table(torch.arange(4))
+            return torch.tanh(self.layer(x + self.kept))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.region, x)
+
+    def body(mesh: Mesh) -> Tensor:
+        x = batch()
+        units = lambda m: isinstance(m, nn.Embedding | nn.Linear)  # noqa: E731
+        shardwise.shard(filled(Positions()), mesh, stage=stage, units=units)(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    x = batch()
+    filled(Positions())(x).sum().backward()
+    for grad in run_ranks(2, body):
+        torch.testing.assert_close(grad, x.grad)
+
+
+@all_stages
 def test_recomputation_ends_where_torch_would_end_it(stage: int) -> None:
     def num_products(model: nn.Module) -> int:
         x = batch()
@@ -210,8 +279,9 @@ def test_recomputation_ends_where_torch_would_end_it(stage: int) -> None:
 def test_nothing_computed_again_outlives_the_backward(stage: int, nested: bool) -> None:
     def body(mesh: Mesh) -> int:
         model = sharded(Blocks(nested), mesh, stage)
-        model(batch()).sum().backward()
+        loss = model(batch()).sum()
+        loss.backward()
         gc.collect()
-        return sum(ref() is not None for ref in model.seen)
+        return sum(ref() is not None for ref in model.seen)  # while the loss keeps its graph
 
     assert run_ranks(2, body) == [0, 0]

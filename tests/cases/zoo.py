@@ -570,7 +570,7 @@ class PassThrough(nn.Module):
 def checkpointed(reentrant: bool, uses: int = 1) -> Callable[[nn.Module, Tensor], Tensor]:
     def call(block: nn.Module, x: Tensor) -> Tensor:
         for _ in range(uses):
-            x = checkpoint(block, x, use_reentrant=reentrant)
+            x = checkpoint(block, x, use_reentrant=reentrant, preserve_rng_state=False)
         return x
 
     return call
@@ -591,7 +591,7 @@ class InnerCheckpoint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.uses):
-            x = x + checkpoint(self.part, x, use_reentrant=self.reentrant)
+            x = x + checkpoint(self.part, x, use_reentrant=self.reentrant, preserve_rng_state=False)
         return x
 
 

@@ -1,6 +1,9 @@
 """Ranks as threads: what a call means, and what an error says."""
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -266,3 +269,20 @@ def test_rank_is_like_a_fresh_process() -> None:
 def test_mesh_without_ranks_is_refused(shape: int | Mapping[str, int]) -> None:
     with pytest.raises(ConfigError):
         run_ranks(shape, flat_rank)
+
+
+def test_ranks_leave_the_collection_of_garbage_to_the_thread_that_waits() -> None:
+    """torch deadlocks if two threads ask for the state of a generator and garbage is collected meanwhile."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def body(mesh: Mesh) -> tuple[bool, bool]:
+        gone = threading.Event()
+        weakref.finalize(Ring(), gone.set)
+        return gc.isenabled(), gone.wait(30)
+
+    assert gc.isenabled()
+    assert run_ranks(2, body) == [(False, True)] * 2
+    assert gc.isenabled()

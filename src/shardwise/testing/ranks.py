@@ -4,6 +4,8 @@ Owns ``run_ranks``, ``run_processes`` and ``coordinates``. A rank is like a fres
 thread, no random state is touched. Bring a ``torch.Generator`` for random numbers: threads share the global one.
 """
 
+import contextlib
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -14,8 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -103,10 +104,9 @@ def run_ranks(
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(meshes))
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _collecting_here(threads):
+        for thread in threads:
+            thread.start()
     torch.set_num_threads(num_threads)
     if failed and not return_exceptions:
         error = results[failed[0]]
@@ -114,6 +114,28 @@ def run_ranks(
         error.add_note(f"raised on rank {failed[0]} of {len(meshes)}, at {coordinates(meshes[failed[0]])}")
         raise error
     return results
+
+
+@contextlib.contextmanager
+def _collecting_here(threads: Sequence[threading.Thread]) -> Iterator[None]:
+    """Wait for threads, and let no thread but this one collect garbage meanwhile.
+
+    torch holds the lock of a random generator while it makes the tensor that ``get_rng_state`` returns. A collection in
+    there gives the interpreter away to the next thread, which waits for that lock with the interpreter in its hands.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        rounds = itertools.count(1)
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+                if enabled and thread.is_alive():
+                    gc.collect(2 if next(rounds) % 50 == 0 else 1)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @overload
@@ -239,7 +261,7 @@ class _Job:
     timeout: float
 
     def load_body(self) -> Callable[[Mesh], object]:
-        with suppress(ImportError):
+        with contextlib.suppress(ImportError):
             return _find(importlib.import_module(self.module), self.name)
         spec = importlib.util.spec_from_file_location(self.module, self.file)
         assert spec is not None
