@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import checkpoint as torch_checkpoint
 
 import shardwise
 from shardwise import ConfigError, LossScale, NonFiniteError, Precision, RankMismatchError, Sharding, StateError
-from shardwise.comm.base import Mesh, Verb, rank_order_mean
+from shardwise.comm.base import BLOCK_NUMEL, Mesh, Verb, rank_order_mean
 from shardwise.comm.recording import Log, record
 from shardwise.managed import Managed
 from shardwise.memory import Kind
@@ -1855,6 +1856,29 @@ def test_mean_may_replace_any_of_its_parts(number: int, dtype: torch.dtype) -> N
     rank_order_mean(parts, parts[number].view(-1), sum=torch.float32)
     assert parts[number].tolist() == [4.0, -4.0]
     assert all(torch.equal(parts[i], kept[i]) for i in range(4) if i != number)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_mean_does_not_depend_on_blocks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mean() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        parts = [torch.randn(10, generator=generator).to(torch.bfloat16) for _ in range(3)]
+        rank_order_mean(parts, parts[number], sum=torch.float32)
+        return parts[number]
+
+    whole = mean()
+    monkeypatch.setattr("shardwise.comm.base.BLOCK_NUMEL", 4)
+    assert torch.equal(mean(), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_widens_one_block_at_a_time(dtype: torch.dtype) -> None:
+    parts = [torch.ones(2 * BLOCK_NUMEL + 1, dtype=torch.bfloat16) for _ in range(3)]
+    out = torch.empty(parts[0].numel(), dtype=dtype)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        rank_order_mean(parts, out, sum=torch.float32)
+    assert max(event.self_cpu_memory_usage for event in profiler.events()) == 4 * BLOCK_NUMEL
+    assert out.eq(1).all()
 
 
 def test_walk_knows_where_a_unit_was_used_first_and_last() -> None:

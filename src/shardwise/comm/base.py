@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BLOCK_NUMEL",
     "Comm",
     "Key",
     "Mesh",
@@ -28,6 +29,8 @@ __all__ = [
     "rank_order_mean",
     "reserve",
 ]
+
+BLOCK_NUMEL = 1 << 18  # of a sum on the CPU
 
 
 class Verb(IntEnum):
@@ -150,9 +153,17 @@ def part(buffer: Tensor, index: int, num_parts: int) -> Tensor:
 def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> None:
     """Add ``parts`` (of one dtype) one after the other in ``sum``, divide by their number, round once into ``out``.
 
-    ``out`` may be one of the parts. ``torch.sum`` over stacked parts would not keep the order (its result depends on
-    the column), and a product with the reciprocal would round twice for three ranks.
+    ``out`` may be one of the parts. On the CPU block by block: what is widened to ``sum`` there needs memory.
     """
+    length = BLOCK_NUMEL if out.is_cpu else max(1, out.numel())
+    for start in range(0, out.numel(), length):
+        block = slice(start, start + length)
+        _rank_order_mean([each[block] for each in parts], out[block], sum)
+
+
+def _rank_order_mean(parts: list[Tensor], out: Tensor, sum: torch.dtype) -> None:
+    # torch.sum over stacked parts would not keep the order (its result depends on the column), and a product with the
+    # reciprocal would round twice for three ranks.
     first, *others = parts
     if others and first.dtype == others[0].dtype == sum:
         in_place = out.dtype == sum and not any(is_same_memory(out, other) for other in others[1:])
@@ -162,7 +173,7 @@ def rank_order_mean(parts: list[Tensor], out: Tensor, *, sum: torch.dtype) -> No
     else:
         total = first.to(sum, copy=True)
     for other in others:
-        total.add_(other)
+        total.add_(other.to(sum) if other.is_cpu else other)  # add_ would widen it too, where no dry run can see it
     if total is out:
         total.div_(len(parts))
     else:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Key, Work, part, rank_order_mean
+from shardwise.comm.base import BLOCK_NUMEL, Key, Work, part, rank_order_mean
 from shardwise.comm.fake import FakeComm
 
 __all__ = ["MirrorComm"]
@@ -54,6 +54,8 @@ class _Receiving:
         """Add the parts."""
         if self._own is not None and self._staging is not None:
             self._staging.view(self._size - 1, -1).copy_(self._own)
-            # All parts are alike, and the mean of two takes the memory that the mean of a thousand takes.
-            rank_order_mean([self._own, part(self._staging, 0, self._size - 1)], self._out, sum=self._sum)
+            # All parts are alike, and one block of two takes the memory that all of a thousand take.
+            self._out.copy_(self._own)
+            first = [each[:BLOCK_NUMEL] for each in (self._own, part(self._staging, 0, self._size - 1))]
+            rank_order_mean(first, self._out[:BLOCK_NUMEL], sum=self._sum)
             self._own = self._staging = None
