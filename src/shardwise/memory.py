@@ -248,9 +248,13 @@ class Arena:
             mallopt = ctypes.CDLL(None).mallopt
         except (AttributeError, OSError, TypeError):  # not glibc
             return False
+        return all(mallopt(parameter, num_bytes) for parameter, num_bytes in self.heap_limits().items())
+
+    def heap_limits(self) -> dict[int, int]:
+        """Return what ``keep_freed_pages`` asks of mallopt, by parameter."""
         mapped_bytes = min(max(self._largest_slab_bytes + _PAGE_BYTES, _MIN_MAPPED_BYTES), _MAX_MAPPED_BYTES)
         kept_bytes = min(max(self._slab_bytes, 2 * mapped_bytes), _MAX_INT)
-        return bool(mallopt(_M_MMAP_THRESHOLD, mapped_bytes) and mallopt(_M_TRIM_THRESHOLD, kept_bytes))
+        return {_M_MMAP_THRESHOLD: mapped_bytes, _M_TRIM_THRESHOLD: kept_bytes}
 
     def resize(self, tensor: Tensor, num_bytes: int) -> None:
         """Change the memory behind a flat tensor; its storage object stays."""

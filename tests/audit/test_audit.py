@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.audit.cases import AuditCase, audit_cases, resident_cases
+from shardwise.audit.heap import heap_bytes
 from shardwise.audit.planning import Planned, plan_cases
 from shardwise.audit.trace import Measured, replay
 from shardwise.audit.verdict import Row, audit_facts, worst
@@ -113,3 +114,21 @@ def test_short_form_keeps_its_plans(tmp_path: Path) -> None:
     assert facts["worst"]["states"] == 0
     assert all(row["measured"]["peak"] > 20 * 2**20 for row in facts["rows"])
     assert "worst error of peak" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_holes_between_blocks_that_live_count_in_the_heap() -> None:
+    large, small, num_blocks = 1 << 20, 1 << 18, 32
+    changes = [(-3, 1 << 25), (-1, 1 << 30)]  # everything comes from the heap, and the heap keeps it
+    for number in range(num_blocks):
+        changes += [(2 * number + 1, large), (2 * number + 2, small)]
+    live = num_blocks * (large + small)
+    assert heap_bytes(changes) == pytest.approx(live, rel=0.02)
+    changes += [(2 * number + 1, 0) for number in range(num_blocks)]
+    changes += [(2 * number + 1, 2 * large) for number in range(num_blocks // 2)]  # in none of the holes
+    assert heap_bytes(changes) == pytest.approx(live + num_blocks * large, rel=0.02)
+
+
+def test_the_resident_size_is_compared_with_the_heap() -> None:
+    row = Row(case=CASE, planned=replace(PLANNED, heap=1100), resident=1155)
+    assert row.errors() == {"resident": pytest.approx(0.05)}

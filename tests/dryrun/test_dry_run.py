@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.comm.base import Mesh
-from shardwise.dryrun.hollow import SMALL_BYTES
+from shardwise.comm.base import BLOCK_NUMEL, Key, Mesh, Verb, part
+from shardwise.dryrun.hollow import SMALL_BYTES, Hollow
+from shardwise.dryrun.live import Live
 from shardwise.dryrun.run import DryRun, dry_run, mirrors, rehearse
 from shardwise.errors import ConfigError, StateError
 from shardwise.models.gpt import GPT, Block, GPTConfig
@@ -253,3 +254,15 @@ def test_real_processes_need_what_was_planned() -> None:
         for (stage, kind), real in zip(MEASURED, runs, strict=True):
             dry = dry_run(made, batch, loss, 2, rank=rank, stage=stage, precision=PRECISIONS[kind])
             assert dry == real, f"stage {stage} in {kind}"
+
+
+@pytest.mark.parametrize(("rank", "num_blocks"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_a_sum_in_place_needs_a_block_from_the_third_rank_on(rank: int, num_blocks: int) -> None:
+    live, fp32 = Live(), torch.float32
+    with Hollow(live), torch.no_grad():
+        comm, buffer = mirrors(4, rank)["data"], torch.empty(8 * BLOCK_NUMEL)
+        work = comm.reduce_scatter(buffer, part(buffer, rank, 4), Key(0, Verb.REDUCE, 0, ""), wire=fp32, sum=fp32)
+        assert work is not None
+        start = len(live.changes)
+        work.wait()
+    assert [num_bytes for _, num_bytes in live.changes[start:] if num_bytes] == num_blocks * [4 * BLOCK_NUMEL]

@@ -2,6 +2,7 @@
 
 ``cases``    what is planned and trained
 ``planning`` the plan of a case, by a dry run
+``heap``     what the heap of the C library makes of the plan: the planned resident size
 ``training`` a rank that trains a case under torch's profiler
 ``trace``    what the allocator did, from the profiler's trace: the measured bytes
 ``verdict``  planned beside measured, and the errors

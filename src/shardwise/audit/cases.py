@@ -16,10 +16,11 @@ from shardwise.modules import Units
 from shardwise.train.model import recompute_blocks
 from shardwise.train.tokens import optional_package
 
-__all__ = ["AuditCase", "Material", "audit_cases", "material", "resident_cases"]
+__all__ = ["AuditCase", "Material", "audit_cases", "is_sized", "material", "resident_cases"]
 
 MICRO, LENGTH, VOCAB = 4, 64, 1024
 _MODELS = ("gpt", "mlp", "hugging-face")
+_LARGE = "large-gpt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,14 @@ def audit_cases(*, quick: bool = False) -> tuple[AuditCase, ...]:
 def resident_cases() -> tuple[AuditCase, ...]:
     """Return what is trained once more without the profiler, to see the resident size grow."""
     return tuple(
-        AuditCase(model="large-gpt", stage=stage, precision=precision, checkpointing=False, ranks=2)
+        AuditCase(model=_LARGE, stage=stage, precision=precision, checkpointing=False, ranks=2)
         for stage, precision in itertools.product(range(4), ("fp32", "bf16"))
     )
+
+
+def is_sized(case: AuditCase) -> bool:
+    """Whether a case is large enough to see in the resident size."""
+    return case.model == _LARGE
 
 
 def material(case: AuditCase) -> Material:
@@ -77,7 +83,7 @@ def material(case: AuditCase) -> Material:
         return Material(make_model=lambda: _MLP(case.checkpointing), make_batch=_rows, loss=_square, units=_Layer)
     if case.model == "hugging-face":
         return Material(make_model=lambda: _llama(case.checkpointing), make_batch=_tokens, loss=_own_loss, units=None)
-    large = case.model == "large-gpt"
+    large = is_sized(case)
     shape = GPTConfig(
         vocab=VOCAB,
         context=LENGTH,
@@ -99,7 +105,7 @@ def _all_cases() -> Iterator[AuditCase]:
 
 
 def _is_quick(case: AuditCase) -> bool:
-    kinds = {(0, "bf16", False), (1, "fp32", True), (2, "fp32", False), (3, "bf16", True)}
+    kinds = {(0, "bf16", False), (0, "bf16", True), (1, "fp32", True), (2, "fp32", False), (3, "bf16", True)}
     return case.ranks == 2 and (case.stage, case.precision, case.checkpointing) in kinds
 
 

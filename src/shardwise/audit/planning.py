@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.audit.cases import AuditCase, material
+from shardwise.audit.cases import AuditCase, is_sized, material
+from shardwise.audit.heap import heap_bytes
 from shardwise.dryrun.run import dry_run
 from shardwise.precision import Precision
 
@@ -25,12 +26,14 @@ class Planned:
         peak: at the moment with the most.
         by_kind: the peak by kind.
         moment: when it is.
+        heap: what the heap of the C library grows to; None: not asked.
     """
 
     states: Mapping[str, int]
     peak: int
     by_kind: Mapping[str, int]
     moment: str
+    heap: int | None = None
 
 
 def plan_cases(cases: Sequence[AuditCase]) -> list[Planned]:
@@ -53,4 +56,5 @@ def _plan(case: AuditCase) -> Planned:
         peak=found.peak.bytes,
         by_kind=dict(found.peak.by_kind),
         moment=" ".join((event.phase, *(unit for unit in event.units if unit), event.operator)),
+        heap=heap_bytes(found.changes) if is_sized(case) else None,
     )

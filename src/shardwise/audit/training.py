@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.api import clip_grad_norm_, shard
 from shardwise.audit.cases import AuditCase, material
+from shardwise.audit.heap import status_bytes
 from shardwise.audit.planning import MAX_NORM, options_of
 from shardwise.audit.trace import MARK, Measured, replay
 from shardwise.comm.base import Mesh
@@ -62,11 +63,11 @@ def train_resident(task: ResidentTask, rank: int, tell: Tell) -> None:
     torch.set_num_threads(1)
     _train(_smaller(task.case), mesh_from(None), marks=False)  # libraries, threads and sockets have their memory now
     gc.collect()
-    before = _resident_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
     _train(task.case, mesh_from(None), marks=False)
     if rank == 0:
-        tell(_resident_bytes("VmHWM") - before)
+        tell(status_bytes("VmHWM") - before)
 
 
 def _smaller(case: AuditCase) -> AuditCase:
@@ -125,10 +126,3 @@ class _MarkingArena(Arena):
         super().resize(tensor, num_bytes)
         if num_bytes:
             _mark(f"{tensor.audit_kind.value} {tensor.untyped_storage().data_ptr()}")  # type: ignore[attr-defined]
-
-
-def _resident_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")

@@ -43,8 +43,13 @@ class Row:
             errors["rest of the peak"] = _error(_passing(self.planned.by_kind), _passing(self.measured.by_kind))
             errors["peak"] = _error(self.planned.peak, self.measured.peak)
         if self.resident is not None:
-            errors["resident"] = _error(self.planned.peak, self.resident)
+            errors["resident"] = _error(self.planned_resident, self.resident)
         return errors
+
+    @property
+    def planned_resident(self) -> int:
+        """What the resident size should grow by: what lives, and the holes that the C library leaves between."""
+        return self.planned.peak if self.planned.heap is None else self.planned.heap
 
 
 def _passing(by_kind: Mapping[str, int]) -> int:
@@ -81,14 +86,16 @@ def audit_table(rows: Sequence[Row]) -> Table:
         table.add_column(column, justify="left" if column in ("model", "dtype", "recompute") else "right")
     for row in rows:
         case, errors = row.case, row.errors()
-        measured = row.measured.peak if row.measured is not None else row.resident or 0
+        planned, measured = row.planned_resident, row.resident or 0
+        if row.measured is not None:
+            planned, measured = row.planned.peak, row.measured.peak
         table.add_row(
             case.model,
             str(case.ranks),
             str(case.stage),
             case.precision,
             "blocks" if case.checkpointing else "no",
-            f"{row.planned.peak / 2**20:.2f}",
+            f"{planned / 2**20:.2f}",
             f"{measured / 2**20:.2f}",
             *(f"{errors[name]:+.3%}" if name in errors else "" for name, _ in LIMITS),
         )

@@ -47,15 +47,16 @@ class _Receiving:
     def __init__(self, outgoing: Tensor, comm: MirrorComm, out: Tensor, sum: torch.dtype) -> None:
         self._own: Tensor | None = part(outgoing, comm.rank, comm.size)
         self._staging: Tensor | None = outgoing.new_empty((comm.size - 1) * out.numel())
-        self._size, self._out, self._sum = comm.size, out, sum
+        self._rank, self._size, self._out, self._sum = comm.rank, comm.size, out, sum
 
     @torch.no_grad()
     def wait(self) -> None:
         """Add the parts."""
         if self._own is not None and self._staging is not None:
             self._staging.view(self._size - 1, -1).copy_(self._own)
-            # All parts are alike, and one block of two takes the memory that all of a thousand take.
+            # The other parts are alike: one block takes the memory of all, two parts before this one that of many.
             self._out.copy_(self._own)
-            first = [each[:BLOCK_NUMEL] for each in (self._own, part(self._staging, 0, self._size - 1))]
-            rank_order_mean(first, self._out[:BLOCK_NUMEL], sum=self._sum)
+            other = part(self._staging, 0, self._size - 1)
+            parts = [*[other] * min(self._rank, 2), self._own, other]
+            rank_order_mean([each[:BLOCK_NUMEL] for each in parts], self._out[:BLOCK_NUMEL], sum=self._sum)
             self._own = self._staging = None

@@ -59,11 +59,14 @@ class Live:
     Attributes:
         kind: of storages that come now.
         where: says which units run now.
+        changes: every storage that came, changed or went, in order: its address and the bytes that it has from then on.
+            A negative address is a parameter of mallopt, with its value.
     """
 
     def __init__(self) -> None:
         self.kind = self.phase = ""
         self.where: Callable[[], tuple[str, ...]] = tuple
+        self.changes: list[tuple[int, int]] = []
         self._storages: dict[int, _Storage] = {}
         self._operator = ""
         self._total = self._most = self._num_events = self._most_at = 0
@@ -130,6 +133,8 @@ class Live:
         grown = num_bytes - found.num_bytes
         found.num_bytes = num_bytes
         self._total += grown
+        if grown:
+            self.changes.append((key, num_bytes))
         if grown > 0:
             self._look()
 
@@ -186,5 +191,6 @@ class LiveArena(Arena):
         self._live.resized(tensor)
 
     def keep_freed_pages(self) -> bool:
-        """Leave the allocator of this process alone."""
+        """Leave the allocator of this process alone, but note what would be asked of it."""
+        self._live.changes.extend(self.heap_limits().items())
         return False

@@ -4,7 +4,7 @@ Read ``hollow.py`` for how nothing is computed, ``live.py`` for how everything i
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class DryRun:
         peak: the moment with the most bytes.
         collectives: of one step, in order.
         flops: floating-point operations by phase, a multiply-add counted as two.
+        changes: of the memory of storages from the start to the end, for a replay: see ``Live``.
     """
 
     at_rest: Mapping[str, int]
@@ -47,6 +48,7 @@ class DryRun:
     peak: Peak
     collectives: tuple[Collective, ...]
     flops: Mapping[str, int]
+    changes: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def sent_bytes(self) -> int:
@@ -156,6 +158,7 @@ def rehearse(
         peak=live.peak,
         collectives=tuple(log),
         flops=dict(hollow.flops),
+        changes=tuple(live.changes),
     )
 
 
