@@ -266,3 +266,22 @@ def test_a_sum_in_place_needs_a_block_from_the_third_rank_on(rank: int, num_bloc
         start = len(live.changes)
         work.wait()
     assert [num_bytes for _, num_bytes in live.changes[start:] if num_bytes] == num_blocks * [4 * BLOCK_NUMEL]
+
+
+def test_a_gradient_that_is_added_in_another_dtype_is_widened_where_it_counts() -> None:
+    numel, precision = 37 * 53, shardwise.Precision(param=torch.bfloat16)
+
+    def widened(accumulation: int) -> int:
+        found = dry_run(
+            lambda: nn.Linear(37, 53, bias=False),
+            lambda: torch.ones(2, 37),
+            lambda model, rows: square(model, rows.bfloat16()),
+            2,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            accumulation=accumulation,
+            stage=0,
+            precision=precision,
+        )
+        return sum(num_bytes == 4 * numel for _, num_bytes in found.changes)
+
+    assert widened(3) > widened(2) > widened(1)

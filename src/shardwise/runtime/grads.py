@@ -95,7 +95,8 @@ class GradBuffers:
         view = self._view(slab, slot)
         self.site.lanes.on_compute(writes=[view])
         if slot.index in self._written:
-            view.add_(grad, alpha=factor)
+            # On the CPU add_ would widen the gradient itself, where no dry run can see it.
+            view.add_(grad.to(view.dtype) if grad.is_cpu else grad, alpha=factor)
         else:
             view.copy_(grad)
             if factor != 1.0:
