@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.binding import Binding
 from shardwise.errors import StateError
+from shardwise.regions import Regions, regions_here
 from shardwise.runtime.bucket import Bucket
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit, Use
-from shardwise.saved import Region, SavedWeights, is_nonreentrant_recompute, storage_address
+from shardwise.saved import SavedWeights, is_nonreentrant_recompute, storage_address
 from shardwise.uses import UseHooks, walk_tensors
 
 __all__ = ["ModelHooks", "backward_is_running"]
@@ -39,7 +40,7 @@ class _Call:
     saved: AbstractContextManager[Any] | None
     grad_enabled: bool
     use: Use | None
-    region: Region | None  # of an activation checkpoint
+    regions: Regions  # of activation checkpoints
     fingerprints: list[int]  # of the unit's gathered parameters, because edits through .data leave no version
     references: list[tuple[Binding, int, list[Any]]]  # to the unit's parameters, to notice who keeps them
 
@@ -207,7 +208,7 @@ class ModelHooks:
                 saved=saved,
                 grad_enabled=grad_enabled,
                 use=use,
-                region=self._saved.region() if self._by_storage else None,
+                regions=regions_here() if self._by_storage else (),
                 fingerprints=self._fingerprints(unit),
                 references=self._count_references(unit) if grad_enabled else [],
             )
@@ -278,7 +279,7 @@ class ModelHooks:
         if torch.is_autocast_enabled(self.runtime.means.arena.device.type):
             torch.clear_autocast_cache()  # its copies must not outlive the unit, nor go stale
         if output is not None:
-            self._uses.hook_outputs(unit, call.use, call.region, output)
+            self._uses.hook_outputs(unit, call.use, call.regions, output)
         self.runtime.after_forward(unit)
         if unit.active == 0:
             for binding in self.bindings[unit.index]:

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.regions import Regions, compute_again
 from shardwise.runtime.runtime import Runtime
 from shardwise.runtime.unit import Unit, Use
-from shardwise.saved import Region
 
 __all__ = ["UseHooks", "walk_tensors"]
 
-_Reached = tuple[Unit, Use | None, Region | None]
+_Reached = tuple[Unit, Use | None, Regions]
 
 
 class UseHooks:
@@ -52,7 +52,7 @@ class UseHooks:
                 self._leaf_hooks.append(handle)
         return use
 
-    def hook_outputs(self, unit: Unit, use: Use | None, region: Region | None, output: Any) -> None:
+    def hook_outputs(self, unit: Unit, use: Use | None, regions: Regions, output: Any) -> None:
         """Notice when a backward reaches the outputs of a use.
 
         A use inside an activation checkpoint has the region computed again then, with the gathers this takes, on every
@@ -61,7 +61,7 @@ class UseHooks:
         A unit that returns its child's output as it is shares the child's hook and comes first in it: so it is reached
         first on every rank, also where another rank's data made it return another tensor.
         """
-        reached = (unit, use, region)
+        reached = (unit, use, regions)
         for tensor in walk_tensors(output):
             if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
                 continue
@@ -84,14 +84,13 @@ class UseHooks:
         self._leaf_hooks.clear()
 
     def _outputs_reached(self, uses: list[_Reached], grad: Tensor) -> None:
-        for unit, use, region in uses:
+        for unit, use, regions in uses:
             self._on_event(unit)
             if use is not None:
                 use.reach()
                 unit.uses.add(use)
             self._runtime.before_backward(unit)
-            if region is not None:
-                region.recompute()
+            compute_again(regions)
 
     def _input_arrived(self, unit: Unit, use: Use, grads: Any) -> None:
         self._on_event(unit)
