@@ -31,7 +31,7 @@ from shardwise.errors import ConfigError
 __all__ = ["Body", "Interrupted", "LocalJob", "RanksFailedError", "Tell", "catch_signals", "run_local"]
 
 GRACE_SECONDS = 2.0  # once one rank has failed, for the others to tell why they fail too
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 15.0  # a rank that waits for another comes to a signal once that one is gone
 
 Tell = Callable[[Any], None]
 Body = Callable[[Any, int, Tell], Any]
