@@ -155,9 +155,11 @@ def test_region_with_two_outputs_is_computed_again_once(backwards: str, stage: i
 
 @all_stages
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_weights_that_one_rank_leaves_unused_in_a_region(prefetch: int, stage: int) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["beside_others", "in_a_region_of_its_own"])
+def test_weights_that_one_rank_leaves_unused_in_a_region(alone: bool, prefetch: int, stage: int) -> None:
     def build(used: bool) -> Region:
-        return filled(Region(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE), Chosen(used)))
+        last = Region(Chosen(used)) if alone else Chosen(used)
+        return filled(Region(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE), last))
 
     def body(mesh: Mesh) -> dict[str, Tensor]:
         model = shardwise.shard(
@@ -185,9 +187,16 @@ def test_weights_that_one_rank_leaves_unused_in_a_region(prefetch: int, stage: i
 
 @all_stages
 def test_gradient_of_the_output_of_a_region_computes_nothing_again(stage: int) -> None:
-    def body(mesh: Mesh) -> tuple[int, Tensor]:
-        x, model = batch(), sharded(Pair(), mesh, stage)
-        out: Tensor = checkpoint(lambda x: torch.add(*model(x)), x)
+    class Counted(nn.Sequential):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            return torch.tanh(super().forward(x))  # type: ignore[no-untyped-call]
+
+    def through(model: Counted) -> tuple[int, Tensor]:
+        x = batch()
+        out = checkpoint(model, x)
         loss = out.square().sum()
         for _ in range(3):
             torch.autograd.grad(loss, out, retain_graph=True)
@@ -196,13 +205,10 @@ def test_gradient_of_the_output_of_a_region_computes_nothing_again(stage: int) -
         assert x.grad is not None
         return num_calls, x.grad
 
-    x = batch()
-    first, second = filled(Pair())(x)
-    loss: Tensor = (first + second).square().sum()
-    torch.autograd.backward(loss)
-    for num_calls, grad in run_ranks(2, body):
-        assert num_calls == 1
-        torch.testing.assert_close(grad, x.grad)
+    expected = through(filled(Counted(nn.Linear(SIZE, SIZE))))
+    for found in run_ranks(2, lambda mesh: through(sharded(Counted(nn.Linear(SIZE, SIZE)), mesh, stage))):
+        assert found[0] == expected[0] == 1
+        torch.testing.assert_close(found[1], expected[1])
 
 
 @all_stages
