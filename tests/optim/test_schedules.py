@@ -458,6 +458,25 @@ def test_state_of_another_schedule_is_refused() -> None:
         WarmupLR(make_optimizer()).load_state_dict({"last_batch_iteration": 3})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("last_epoch", value) for value in ("3", True, None, -1, 2.5)),
+        ("step_count", [4]),
+        ("last_lr", 0.1),
+        ("last_lr", ["0.1"]),
+        ("last_lr", None),
+    ],
+)
+def test_state_that_is_no_position_is_refused_and_changes_nothing(key: str, value: object) -> None:
+    schedule = WarmupLR(make_optimizer())
+    advance(schedule)
+    before = schedule.state_dict()
+    with pytest.raises(StateError, match=key):
+        schedule.load_state_dict({**before, key: value})
+    assert schedule.state_dict() == before
+
+
 # With sharded optimizers
 
 

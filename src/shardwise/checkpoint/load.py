@@ -21,6 +21,7 @@ from shardwise.checkpoint.owners import foreign
 from shardwise.checkpoint.place import place_buffers, place_optimizer, place_params, wanted_ranges
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.save import describe
+from shardwise.checkpoint.schedulers import check_scheduler
 from shardwise.checkpoint.source import TensorSource
 from shardwise.checkpoint.verify import verify_share
 from shardwise.comm.board import abort_mesh
@@ -254,7 +255,7 @@ class _States:
         modules = modules_with_state(managed.model)
         self._objects = [(item, from_plain(values.objects[name])) for name, item in objects.items()]
         for item, state in self._objects:
-            _check_shadows(item, state)
+            check_scheduler(item, state)
         self._modules = [
             (modules[name], from_plain(state)) for name, state in values.extra_state.items() if name in modules
         ]
@@ -284,18 +285,6 @@ class _States:
         for (module, _), state in zip(self._modules, self._old_modules, strict=True):
             with contextlib.suppress(Exception):
                 module.set_extra_state(state)
-
-
-def _check_shadows(item: Stateful, state: Any) -> None:
-    """Check that a scheduler keeps its methods: torch's take every name of a state for an attribute of theirs."""
-    if isinstance(item, torch.optim.lr_scheduler.LRScheduler) and isinstance(state, dict):
-        lost = [key for key in state if key == "optimizer" or callable(getattr(type(item), str(key), None))]
-        if lost:
-            raise CheckpointError(f"the state of a {type(item).__name__} would replace its {lost}")
-        inner = state.get("_schedulers", ())
-        if isinstance(inner, list | tuple):
-            for each, own in zip(getattr(item, "_schedulers", ()), inner, strict=False):
-                _check_shadows(each, own)
 
 
 def _load_objects(check: _Together, managed: Managed, values: Values, objects: Mapping[str, Stateful]) -> None:

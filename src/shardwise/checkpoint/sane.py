@@ -15,7 +15,7 @@ from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.trial import WHAT_ADDS_STATE, Kept, base_of, kept_with, refusal_of, steps_like
 from shardwise.optim.shard import OptimizerLink
 
-__all__ = ["Tell", "check_options", "check_states"]
+__all__ = ["Tell", "check_options", "check_states", "is_like"]
 
 Tell = Callable[[str, str], None]  # kind of problem, text
 
@@ -31,7 +31,7 @@ def check_options(link: OptimizerLink, number: int, index: int, options: Mapping
         default = link.optimizer.defaults.get(key)
         if base is None and (value is None or (isinstance(value, list | tuple) and isinstance(default, list | tuple))):
             continue  # other classes may take more than their defaults show
-        if not _is_like(value, default) and not _is_like_now(value, now.get(key)):
+        if not is_like(value, default) and not _is_like_now(value, now.get(key)):
             odd = True
             tell("options of another kind", f"{key} {where} is {_shown(value)}")
         elif base is not None and _numbers(default) and not _is_finite(value) and _is_finite(default):
@@ -143,10 +143,10 @@ def _is_count(value: object, is_known: bool) -> bool:
 
 
 def _is_like_now(value: object, now: object) -> bool:
-    return value is None if now is None else _is_like(value, now)
+    return value is None if now is None else is_like(value, now)
 
 
-def _is_like(value: object, default: object) -> bool:
+def is_like(value: object, default: object) -> bool:
     """Whether a value may take the place of a default; any may where that says nothing."""
     if default is None or value is default:
         return True
@@ -157,5 +157,5 @@ def _is_like(value: object, default: object) -> bool:
     if isinstance(default, list | tuple):
         if not isinstance(value, list | tuple) or len(value) != len(default):
             return False
-        return all(_is_like(one, other) for one, other in zip(value, default, strict=True))
+        return all(is_like(one, other) for one, other in zip(value, default, strict=True))
     return type(value) is type(default)

@@ -48,20 +48,25 @@ class ClosedForm(LRScheduler):
         """Continue where ``state_dict`` was taken; ``set_rates`` gives the optimizer what follows from it.
 
         Raises:
-            StateError: the state is that of another schedule or of another number of groups.
+            StateError: the state is that of another schedule or of another number of groups, or no position.
         """
         found, expected = state_dict.get("schedule"), type(self).__name__
         if found != expected:
             raise StateError(f"scheduler.load_state_dict: the state is of {found}, this scheduler is {expected}")
+        for key in ("last_epoch", "step_count"):
+            if type(state_dict.get(key)) is not int or state_dict[key] < 0:
+                raise StateError(f"scheduler.load_state_dict: {key} is {state_dict.get(key)!r:.80}, no count")
+        last_lr = state_dict.get("last_lr")
+        if not isinstance(last_lr, list | tuple) or any(type(lr) not in (int, float) for lr in last_lr):
+            raise StateError(f"scheduler.load_state_dict: last_lr is {last_lr!r:.80}, no list of numbers")
         num_groups = len(self.optimizer.param_groups)
-        if len(state_dict["last_lr"]) != num_groups:
+        if len(last_lr) != num_groups:
             raise StateError(
-                f"scheduler.load_state_dict: the state has {len(state_dict['last_lr'])} parameter groups, the "
-                f"optimizer has {num_groups}"
+                f"scheduler.load_state_dict: the state has {len(last_lr)} parameter groups, the optimizer has "
+                f"{num_groups}"
             )
-        self.last_epoch = state_dict["last_epoch"]
-        self._step_count = state_dict["step_count"]
-        self._last_lr = list(state_dict["last_lr"])
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
+        self._last_lr = list(last_lr)
 
     def set_rates(self) -> None:
         """Give the optimizer's groups what this schedule has for the present step, whatever they hold."""
