@@ -267,6 +267,21 @@ def test_a_folder_that_cannot_be_on_one_rank_is_an_error_of_a_load_on_all(folder
     on_two(body)
 
 
+def test_checkpoints_of_unlike_folders_are_told_apart(tmp_path: Path) -> None:
+    def body(mesh: Mapping[str, Comm]) -> str:
+        net, _ = build(mesh, 2)
+        for name in ("a", "b"):
+            shardwise.save_checkpoint(net, tmp_path / name, tag="last")
+        with pytest.raises(RankMismatchError, match="unlike checkpoints") as caught:
+            shardwise.load_checkpoint(net, tmp_path / "ab"[flat_rank(mesh)])
+        return str(caught.value)
+
+    first, second = on_two(body)
+    assert first == second
+    assert str(tmp_path / "a" / "last") in first
+    assert str(tmp_path / "b" / "last") in first
+
+
 def test_only_what_ranks_told_each_other_decides_whether_a_name_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

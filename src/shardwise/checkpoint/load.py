@@ -190,12 +190,16 @@ def _open(managed: Managed, folder: Path, tag: str | None, how: str) -> tuple[Pa
     identity = manifest.save_id if manifest else ""
     answers = [
         json.loads(text)
-        for text in managed.council.round("load_checkpoint", json.dumps([problem[:_SHOWN], found, identity, how]))
+        for text in managed.council.round(
+            "load_checkpoint", json.dumps([problem[:_SHOWN], [found, identity], str(folder / found), how])
+        )
     ]
     raise_together([text for text, *_ in answers], f"nothing was loaded from {folder}")
-    if manifest is None or len({(name, save) for _, name, save, _ in answers}) > 1:
-        listed = "; ".join(f"rank {rank}: {name}" for rank, (_, name, *_) in enumerate(answers))
-        raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed}")
+    if manifest is None or len({tuple(name_and_save) for _, name_and_save, *_ in answers}) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {path}, save {save[:8]}" for rank, (_, (_, save), path, _) in enumerate(answers)
+        )
+        raise RankMismatchError(f"ranks would load unlike checkpoints, nothing was loaded: {listed[:_SHOWN]}")
     check_alike([how for *_, how in answers], "ranks load with unlike arguments, nothing was loaded")
     return folder / found, manifest
 
