@@ -1731,6 +1731,11 @@ def test_optimizers_that_would_miss_or_mistake_parameters_are_refused() -> None:
     used.state[params[0]]["step"] = torch.ones(())
     with pytest.raises(ConfigError, match="has state"):
         shardwise.shard_optimizer(used, model)
+    counting = torch.optim.SGD(params, lr=0.1)
+    counting.state["calls"] = 0
+    with pytest.raises(ConfigError, match="has state"):
+        shardwise.shard_optimizer(counting, model)
+    assert counting.state == {"calls": 0}
     optimizer = sgd(model)
     with pytest.raises(ConfigError, match="sharded already"):
         shardwise.shard_optimizer(optimizer, model)

@@ -268,10 +268,10 @@ def shard_optimizer(
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("the optimizer is sharded already")
     check_elementwise(type(optimizer))
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if any(not isinstance(state, Mapping) or float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
-            "the optimizer has state from earlier steps, which belongs to whole parameters: shard it before its first "
-            "step"
+            "the optimizer has state, of earlier steps or of its own, which belongs to whole parameters or to none: "
+            "shard it before its first step"
         )
     for number, group in enumerate(optimizer.param_groups):
         managed.check_owned(group["params"], f"the optimizer's group {number}")
