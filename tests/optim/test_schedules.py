@@ -461,7 +461,7 @@ def test_state_of_another_schedule_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("last_epoch", value) for value in ("3", True, None, -1, 2.5)),
+        *(("last_epoch", value) for value in ("3", True, None, -2, 2.5)),
         ("step_count", [4]),
         ("last_lr", 0.1),
         ("last_lr", ["0.1"]),

@@ -21,7 +21,7 @@ from shardwise.checkpoint.owners import foreign
 from shardwise.checkpoint.place import place_buffers, place_optimizer, place_params, wanted_ranges
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.save import describe
-from shardwise.checkpoint.schedulers import check_scheduler
+from shardwise.checkpoint.schedulers import check_scheduler, parts_of
 from shardwise.checkpoint.source import TensorSource
 from shardwise.checkpoint.verify import verify_share
 from shardwise.comm.board import abort_mesh
@@ -263,9 +263,9 @@ class _States:
         self._modules = [
             (modules[name], from_plain(state)) for name, state in values.extra_state.items() if name in modules
         ]
-        self._old_objects = [
-            (dict(getattr(item, "__dict__", {})), copy.deepcopy(item.state_dict())) for item, _ in self._objects
-        ]
+        self._old_objects = [copy.deepcopy(item.state_dict()) for item, _ in self._objects]
+        parts = [part for item, _ in self._objects for part in parts_of(item)]
+        self._old_attributes = [(part, dict(getattr(part, "__dict__", {}))) for part in parts]
         self._old_modules = [copy.deepcopy(module.get_extra_state()) for module, _ in self._modules]
 
     def give(self) -> None:
@@ -280,10 +280,11 @@ class _States:
 
     def take_back(self) -> None:
         """Let them be as they were."""
-        for (item, _), (attributes, state) in zip(self._objects, self._old_objects, strict=True):
+        for (item, _), state in zip(self._objects, self._old_objects, strict=True):
             with contextlib.suppress(Exception):  # one that refused a state may refuse any
                 item.load_state_dict(state)
-            now = getattr(item, "__dict__", {})
+        for part, attributes in self._old_attributes:
+            now = getattr(part, "__dict__", {})
             now.clear()  # a scheduler takes over any name
             now.update(attributes)
         for (module, _), state in zip(self._modules, self._old_modules, strict=True):

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import DTYPES, MAX_COUNT, OptimizerFacts, Stored
@@ -15,7 +17,7 @@ from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.trial import WHAT_ADDS_STATE, Kept, base_of, kept_with, refusal_of, steps_like
 from shardwise.optim.shard import OptimizerLink
 
-__all__ = ["Tell", "check_options", "check_states", "is_like"]
+__all__ = ["Tell", "check_options", "check_states", "is_like", "is_number"]
 
 Tell = Callable[[str, str], None]  # kind of problem, text
 
@@ -128,9 +130,10 @@ def _is_finite(value: object) -> bool:
     return all(map(math.isfinite, _numbers(value)))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is one number that can be computed with."""
     if isinstance(value, Tensor):
-        return value.dim() == 0
+        return value.dim() == 0 and value.dtype != torch.bool
     if isinstance(value, int):
         return abs(value) < MAX_COUNT
     return isinstance(value, float)
@@ -148,12 +151,14 @@ def _is_like_now(value: object, now: object) -> bool:
 
 def is_like(value: object, default: object) -> bool:
     """Whether a value may take the place of a default; any may where that says nothing."""
+    if isinstance(default, numpy.generic):
+        default = default.item()  # a checkpoint holds Python's
     if default is None or value is default:
         return True
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float | Tensor):
-        return _is_number(value)
+        return is_number(value)
     if isinstance(default, list | tuple):
         if not isinstance(value, list | tuple) or len(value) != len(default):
             return False

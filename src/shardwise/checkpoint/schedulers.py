@@ -1,24 +1,45 @@
 """Whether a scheduler can go on from a state of a checkpoint: torch's take any name and any value.
 
-Checked before the state is given. Kinds of values are asked only of torch's own classes, and of ours; another class
-knows itself what it keeps.
+Checked before the state is given. A class that loads in its own way knows itself what it takes.
 """
 
+import inspect
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.manifest import MAX_COUNT
-from shardwise.checkpoint.sane import is_like
+from shardwise.checkpoint.sane import is_like, is_number
 from shardwise.errors import CheckpointError
 
-__all__ = ["check_scheduler"]
+__all__ = ["check_scheduler", "parts_of"]
 
 _OURS = ("torch.optim.", "shardwise.optim.")
 _COUNTS = frozenset({"last_epoch", "_step_count"})
-_DIVISORS = frozenset({"step_size", "total_iters", "T_max", "T_0", "T_i", "T_mult", "total_size", "total_steps"})
+_ABOVE_ZERO = frozenset({"step_size", "T_max", "T_0", "T_i", "T_mult", "total_size", "step_ratio", "start_factor"})
+_NEVER_REACHED = frozenset({"best", "mode_worse", "patience", "cooldown", "T_max", "step_size", "total_iters"})  # inf
+_TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "_anneal_func_type": ("cos", "linear"),
+        **{f"{end}_lr": ("initial_lr", "max_lr", "min_lr") for end in ("start", "end")},
+        **{f"{end}_momentum": ("max_momentum", "base_momentum") for end in ("start", "end")},
+    }
+)
+# Classes of torch whose rates come from one value for each group.
+_PER_GROUP: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (lr_scheduler.LambdaLR, ("base_lrs", "lr_lambdas")),
+    (lr_scheduler.MultiplicativeLR, ("lr_lambdas",)),
+    (lr_scheduler.CosineAnnealingLR, ("base_lrs",)),
+    (lr_scheduler.CosineAnnealingWarmRestarts, ("base_lrs",)),
+    (lr_scheduler.CyclicLR, ("base_lrs", "max_lrs", "base_momentums", "max_momentums")),
+)
+_MOST_MILESTONES = 1 << 16  # torch writes each of them out
 
 
 def check_scheduler(item: object, state: Any) -> None:
@@ -29,9 +50,9 @@ def check_scheduler(item: object, state: Any) -> None:
         state: what it is to be given.
 
     Raises:
-        CheckpointError: a method would be lost, or the next step could not use a value.
+        CheckpointError: a method would be lost, or the next steps could not use a value.
     """
-    if not isinstance(item, LRScheduler):
+    if not isinstance(item, LRScheduler) or not _is_ours(inspect.unwrap(type(item).load_state_dict)):
         return
     name, now = type(item).__name__, vars(item)
     if not isinstance(state, Mapping):
@@ -41,35 +62,87 @@ def check_scheduler(item: object, state: Any) -> None:
         raise CheckpointError(f"the state of a {name} would replace its {lost}")
     if "last_epoch" in now and "last_epoch" not in state:
         raise CheckpointError(f"the state of a {name} has no last_epoch")
-    is_known = type(item).__module__.startswith(_OURS)
     for key, value in state.items():
-        if not _can_use(str(key), value, now.get(key), is_known=is_known):
+        if not _can_use(str(key), value, now.get(key), is_known=_is_ours(type(item))):
             raise CheckpointError(f"the state of a {name} has a {key} that it cannot use: {value!r:.40}")
-    held = [each for each in now.get("_schedulers", ()) if isinstance(each, LRScheduler)]
-    inner = state.get("_schedulers", ())
-    if held and (not isinstance(inner, list | tuple) or len(inner) != len(held)):
+    num_groups = len(item.optimizer.param_groups)
+    for key in next((keys for kind, keys in _PER_GROUP if isinstance(item, kind)), ()):
+        found = state.get(key, now.get(key))
+        if isinstance(found, list | tuple) and len(found) != num_groups:
+            raise CheckpointError(f"the state of a {name} is one of {len(found)} groups ({key}), not of {num_groups}")
+    if isinstance(item, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+        _check_held(item, state)
+
+
+def _check_held(item: Any, state: Mapping[Any, Any]) -> None:
+    name, held, inner = type(item).__name__, item._schedulers, state.get("_schedulers")
+    if not isinstance(inner, list | tuple) or len(inner) != len(held):
         raise CheckpointError(f"the state of a {name} is not one of {len(held)} schedulers")
-    for each, own in zip(held, inner, strict=bool(held)):
+    milestones = state.get("_milestones")
+    between = isinstance(milestones, list | tuple) and len(milestones) == len(held) - 1
+    if isinstance(item, lr_scheduler.SequentialLR) and not between:
+        raise CheckpointError(
+            f"the state of a {name} of {len(held)} schedulers has other milestones: {milestones!r:.40}"
+        )
+    for each, own in zip(held, inner, strict=True):
         check_scheduler(each, own)
+
+
+def parts_of(item: object) -> Iterator[object]:
+    """Yield an object, and what a scheduler gives states of their own: schedulers in it, and functions with a state."""
+    yield item
+    for value in vars(item).values() if isinstance(item, LRScheduler) else ():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, LRScheduler):
+                yield from parts_of(each)
+            elif callable(each) and hasattr(each, "__dict__") and not isinstance(each, nn.Module | type(parts_of)):
+                yield each
+
+
+def _is_ours(what: type | Callable[..., object]) -> bool:
+    return what.__module__.startswith(_OURS)
 
 
 def _can_use(key: str, value: object, now: object, *, is_known: bool) -> bool:
     """Whether a value may take the place of what a scheduler has under this name."""
     if key in _COUNTS:
         return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_COUNT < value < MAX_COUNT
-    if not is_known or key == "_schedulers" or callable(now):
+    if key == "_last_lr":
+        return isinstance(value, list | tuple) and all(is_number(one) and _is_finite(one) for one in value)
+    if not is_known or key == "_schedulers":
         return True
-    if key in _DIVISORS and isinstance(now, int | float) and now > 0:
-        return isinstance(value, int | float) and value > 0 and _is_like(value, now)
-    return _is_like(value, now)
+    if key == "default_min_lr" and value is None:
+        return True
+    if key in ("cycle_momentum", "use_beta1") and value and not now:
+        return False  # the groups have no such option
+    return _is_like(key, value, now)
 
 
-def _is_like(value: object, now: object) -> bool:
-    """Whether a value is of the kind of another; lists may be longer or shorter, and no number is NaN."""
+def _is_like(key: str, value: Any, now: object) -> bool:
+    """Whether a value is of the kind of another, or of the first in a list of others; lists may have any length."""
+    if isinstance(now, bool):
+        return bool(value in (0, 1))
+    if key in _TEXTS:
+        return value in _TEXTS[key]
     if isinstance(now, Counter):
-        return isinstance(value, Counter) and _is_like(list(value), list(now))
+        if not isinstance(value, Counter) or not all(type(count) is int and count > 0 for count in value.values()):
+            return False
+        return value.total() <= _MOST_MILESTONES and all(is_number(one) and _is_finite(one) for one in value)
     if isinstance(now, Mapping):
-        return isinstance(value, Mapping) and all(key in value and _is_like(value[key], now[key]) for key in now)
+        return isinstance(value, Mapping) and all(one in value and _is_like(one, value[one], now[one]) for one in now)
     if isinstance(now, list | tuple):
-        return isinstance(value, list | tuple) and (not now or all(_is_like(one, now[0]) for one in value))
-    return (callable(now) or is_like(value, now)) and bool(value == value)
+        is_list = isinstance(value, list | tuple) and bool(value or not now)
+        return is_list and (not now or all(_is_like(key, one, now[0]) for one in value))
+    if now is None or callable(now):
+        return True
+    if not is_like(value, now):
+        return False
+    if not is_number(value):
+        return True
+    if key in _ABOVE_ZERO and not value > 0:
+        return False
+    return _is_finite(value) or (key in _NEVER_REACHED and value == value)
+
+
+def _is_finite(number: Any) -> bool:
+    return math.isfinite(number.item() if isinstance(number, Tensor) else number)

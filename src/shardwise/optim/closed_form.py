@@ -53,8 +53,8 @@ class ClosedForm(LRScheduler):
         found, expected = state_dict.get("schedule"), type(self).__name__
         if found != expected:
             raise StateError(f"scheduler.load_state_dict: the state is of {found}, this scheduler is {expected}")
-        for key in ("last_epoch", "step_count"):
-            if type(state_dict.get(key)) is not int or state_dict[key] < 0:
+        for key, least in (("last_epoch", -1), ("step_count", 0)):  # -1: torch's SequentialLR has not begun with it
+            if type(state_dict.get(key)) is not int or state_dict[key] < least:
                 raise StateError(f"scheduler.load_state_dict: {key} is {state_dict.get(key)!r:.80}, no count")
         last_lr = state_dict.get("last_lr")
         if not isinstance(last_lr, list | tuple) or any(type(lr) not in (int, float) for lr in last_lr):
