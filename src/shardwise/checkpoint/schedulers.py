@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -39,6 +39,7 @@ _PER_GROUP: tuple[tuple[type, tuple[str, ...]], ...] = (
     (lr_scheduler.CosineAnnealingWarmRestarts, ("base_lrs",)),
     (lr_scheduler.CyclicLR, ("base_lrs", "max_lrs", "base_momentums", "max_momentums")),
 )
+_WITH_STATES = ("_schedulers", "lr_lambdas", "_scale_fn_custom")
 _MOST_MILESTONES = 1 << 16  # torch writes each of them out
 
 
@@ -91,11 +92,12 @@ def _check_held(item: Any, state: Mapping[Any, Any]) -> None:
 def parts_of(item: object) -> Iterator[object]:
     """Yield an object, and what a scheduler gives states of their own: schedulers in it, and functions with a state."""
     yield item
-    for value in vars(item).values() if isinstance(item, LRScheduler) else ():
+    for name in _WITH_STATES if isinstance(item, LRScheduler) else ():
+        value = vars(item).get(name)
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, LRScheduler):
                 yield from parts_of(each)
-            elif callable(each) and hasattr(each, "__dict__") and not isinstance(each, nn.Module | type(parts_of)):
+            elif isinstance(getattr(each, "__dict__", None), dict) and not inspect.isroutine(each):
                 yield each
 
 
