@@ -63,15 +63,18 @@ MAKERS: dict[str, Make] = {
     "ours after one of torch": lambda o: schedulers.SequentialLR(
         o, [schedulers.ConstantLR(o), WarmupLR(o, num_warmup_steps=4), LRRangeTest(o)], [2, 8]
     ),
+    "ours deep within torch's": lambda o: schedulers.SequentialLR(
+        o, [schedulers.SequentialLR(o, [LRRangeTest(o), WarmupLR(o)], [2]), WarmupLR(o)], [8]
+    ),
     "numbers of numpy": lambda o: schedulers.StepLR(o, numpy.int64(3), numpy.float32(0.5)),  # type: ignore[arg-type]
     "milestones of numpy": lambda o: schedulers.MultiStepLR(o, numpy.array([3, 6])),  # type: ignore[arg-type]
 }
 
 
-def made(make: Make, num_steps: int = 0) -> Any:
-    """Return a scheduler of two groups after some steps."""
-    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], lr=0.1, momentum=0.9)
+def made(make: Make, num_steps: int = 0, num_groups: int = 2) -> Any:
+    """Return a scheduler after some steps."""
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 + 0.2 * number} for number in range(num_groups)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
     scheduler = make(optimizer)
     for number in range(num_steps):
         optimizer.step()
@@ -85,6 +88,7 @@ def kept(scheduler: Any) -> Any:
     return from_plain(json.loads(json.dumps(to_plain(scheduler.state_dict(), "scheduler"))))
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch's own sequences step what has not begun
 @pytest.mark.parametrize("num_steps", [1, 5, 12])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_every_scheduler_goes_on_and_goes_back(make: Make, num_steps: int) -> None:
@@ -123,15 +127,24 @@ def test_changed_options_are_those_of_the_checkpoint_as_torch_has_it(one: Make, 
         assert new.get_last_lr() == old.get_last_lr()
 
 
-@pytest.mark.parametrize("name", ["lambda", "multiplicative", "cosine", "warm restarts", "cyclic", "step", "linear"])
+@pytest.mark.parametrize("name", ["lambda", "cosine", "warm restarts", "cyclic", "sequential", "least rates"])
 def test_another_number_of_groups_is_refused_where_each_has_its_rate(name: str) -> None:
-    scheduler, state = made(MAKERS[name]), kept(made(MAKERS[name], 5))
-    scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    if name in ("step", "linear"):
+    make = CHANGED[name][0] if name in CHANGED else MAKERS[name]
+    scheduler, state = made(MAKERS["plateau"] if name in CHANGED else make, num_groups=3), kept(made(make, 3))
+    with pytest.raises(CheckpointError, match=r"is one of 2 groups \(.*\), not of 3"):
         check_scheduler(scheduler, state)
-    else:
-        with pytest.raises(CheckpointError, match=r"is one of 2 groups \(.*\), not of 3"):
-            check_scheduler(scheduler, state)
+
+
+@pytest.mark.parametrize(
+    "name", ["multiplicative", "step", "multistep", "exponential", "linear", "plateau", "averaging"]
+)
+def test_another_number_of_groups_is_taken_where_rates_follow_from_rates(name: str) -> None:
+    scheduler, state = made(MAKERS[name], num_groups=3), kept(made(MAKERS[name], 5))
+    check_scheduler(scheduler, state)
+    scheduler.load_state_dict(state)
+    for number in range(12):
+        scheduler.optimizer.step()
+        scheduler.step(*([1.0 + number] if name == "plateau" else []))
 
 
 REFUSED: dict[str, tuple[str, Callable[[Any], object], str]] = {
@@ -191,8 +204,25 @@ class Remembering(schedulers.StepLR):
         self.history: Any = 0
 
 
+class Telling(schedulers.StepLR):
+    """A scheduler of a user's that tells what it likes."""
+
+    kind: Any = float
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 3)
+        self.kind = "a"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.last_epoch, "kind": "b"}
+
+
 class OfItsOwn(schedulers.LRScheduler):
-    """A scheduler of a user's with a state of its own."""
+    """A scheduler of a user's with a state of its own, which holds a class and itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.made, self.outer = dict, self
 
     def get_lr(self) -> list[Any]:
         return [rate * 0.9**self.last_epoch for rate in self.base_lrs]
@@ -209,6 +239,9 @@ def test_classes_of_users_know_themselves() -> None:
     for key, value in (("last_epoch", True), ("_last_lr", ["x"]), ("_last_lr", None)):
         with pytest.raises(CheckpointError, match=key):
             check_scheduler(made(Remembering), {"last_epoch": 3, key: value})
+    check_scheduler(made(Telling), kept(made(Telling, 3)))
+    with pytest.raises(CheckpointError, match="get_lr"):
+        check_scheduler(made(Telling), {"get_lr": 3})
     check_scheduler(made(OfItsOwn), kept(made(OfItsOwn, 3)))
     inside: Make = lambda o: schedulers.SequentialLR(o, [OfItsOwn(o), Remembering(o)], [2])  # noqa: E731
     check_scheduler(made(inside), kept(made(inside, 3)))
@@ -230,7 +263,7 @@ def test_a_refused_load_leaves_schedulers_within_schedulers_as_they_were(tmp_pat
         net = shardwise.shard(nn.Linear(2, 2), {}, stage=0)
         optimizer = shardwise.shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
         rate = Rate()
-        inner = [schedulers.LambdaLR(optimizer, rate), WarmupLR(optimizer, num_warmup_steps=4), LRRangeTest(optimizer)]
+        inner = [schedulers.LambdaLR(optimizer, rate), WarmupLR(optimizer, num_warmup_steps=4), OfItsOwn(optimizer)]
         scheduler = schedulers.SequentialLR(optimizer, inner, [2, 4])
         for _ in range(num_steps):
             net(torch.ones(1, 2)).sum().backward()

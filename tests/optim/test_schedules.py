@@ -461,10 +461,11 @@ def test_state_of_another_schedule_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("last_epoch", value) for value in ("3", True, None, -2, 2.5)),
+        *(("last_epoch", value) for value in ("3", True, None, -100, 10**20, 2.5)),
         ("step_count", [4]),
         ("last_lr", 0.1),
         ("last_lr", ["0.1"]),
+        ("last_lr", [10**400]),
         ("last_lr", None),
     ],
 )
@@ -475,6 +476,14 @@ def test_state_that_is_no_position_is_refused_and_changes_nothing(key: str, valu
     with pytest.raises(StateError, match=key):
         schedule.load_state_dict({**before, key: value})
     assert schedule.state_dict() == before
+
+
+def test_rates_of_a_schedule_that_has_not_begun_are_the_first() -> None:
+    schedule = WarmupLR(make_optimizer(), num_warmup_steps=4)
+    first = schedule.get_last_lr()
+    schedule.last_epoch = -1  # as torch's SequentialLR leaves it
+    schedule.set_rates()
+    assert schedule.get_last_lr() == first
 
 
 # With sharded optimizers

@@ -31,62 +31,75 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{f"{end}_momentum": ("max_momentum", "base_momentum") for end in ("start", "end")},
     }
 )
-# Classes of torch whose rates come from one value for each group.
-_PER_GROUP: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (lr_scheduler.LambdaLR, ("base_lrs", "lr_lambdas")),
-    (lr_scheduler.MultiplicativeLR, ("lr_lambdas",)),
-    (lr_scheduler.CosineAnnealingLR, ("base_lrs",)),
-    (lr_scheduler.CosineAnnealingWarmRestarts, ("base_lrs",)),
-    (lr_scheduler.CyclicLR, ("base_lrs", "max_lrs", "base_momentums", "max_momentums")),
+# Classes of torch whose rates come from one base rate for each group; CosineAnnealingLR's after T_max.
+_PER_GROUP = (
+    lr_scheduler.LambdaLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.CyclicLR,
 )
+_LISTS_PER_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
+_DEEPEST = 64  # schedulers within schedulers: torch takes one from last_epoch at each
 _WITH_STATES = ("_schedulers", "lr_lambdas", "_scale_fn_custom")
 _MOST_MILESTONES = 1 << 16  # torch writes each of them out
 
 
-def check_scheduler(item: object, state: Any) -> None:
+def check_scheduler(item: object, state: Any, *, begins_later: bool = False) -> None:
     """Check the state of a scheduler, and of those that it holds; other objects pass.
 
     Args:
         item: an object that is to be given a state.
         state: what it is to be given.
+        begins_later: whether a ``SequentialLR`` has others before it.
 
     Raises:
         CheckpointError: a method would be lost, or the next steps could not use a value.
     """
-    if not isinstance(item, LRScheduler) or not _is_ours(inspect.unwrap(type(item).load_state_dict)):
+    if not isinstance(item, LRScheduler) or not _is_ours(type(item).load_state_dict):
         return
     name, now = type(item).__name__, vars(item)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state of a {name} is no dictionary: {state!r:.40}")
-    lost = [key for key in state if key == "optimizer" or callable(getattr(type(item), str(key), None))]
+    methods = [key for key in state if callable(getattr(type(item), str(key), None))]
+    lost = [key for key in state if key == "optimizer" or (key in methods and key not in now)]
     if lost:
         raise CheckpointError(f"the state of a {name} would replace its {lost}")
+    if not _is_ours(type(item).state_dict):
+        return
     if "last_epoch" in now and "last_epoch" not in state:
         raise CheckpointError(f"the state of a {name} has no last_epoch")
     for key, value in state.items():
         if not _can_use(str(key), value, now.get(key), is_known=_is_ours(type(item))):
             raise CheckpointError(f"the state of a {name} has a {key} that it cannot use: {value!r:.40}")
-    num_groups = len(item.optimizer.param_groups)
-    for key in next((keys for kind, keys in _PER_GROUP if isinstance(item, kind)), ()):
-        found = state.get(key, now.get(key))
+    for key in _lists_per_group(item, {**now, **state}, begins_later=begins_later):
+        found, num_groups = state.get(key, now.get(key)), len(item.optimizer.param_groups)
         if isinstance(found, list | tuple) and len(found) != num_groups:
             raise CheckpointError(f"the state of a {name} is one of {len(found)} groups ({key}), not of {num_groups}")
     if isinstance(item, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         _check_held(item, state)
 
 
+def _lists_per_group(item: LRScheduler, then: Mapping[Any, Any], *, begins_later: bool) -> tuple[str, ...]:
+    """Return what must have a value for each group, by name."""
+    if isinstance(item, lr_scheduler.ReduceLROnPlateau):
+        return ("min_lrs",) if then.get("default_min_lr") is None else ()
+    if begins_later and hasattr(item, "_get_closed_form_lr"):
+        return _LISTS_PER_GROUP  # its first rates are those of its closed form
+    return _LISTS_PER_GROUP if isinstance(item, _PER_GROUP) and _is_ours(type(item).get_lr) else ()
+
+
 def _check_held(item: Any, state: Mapping[Any, Any]) -> None:
     name, held, inner = type(item).__name__, item._schedulers, state.get("_schedulers")
     if not isinstance(inner, list | tuple) or len(inner) != len(held):
         raise CheckpointError(f"the state of a {name} is not one of {len(held)} schedulers")
+    is_sequence = isinstance(item, lr_scheduler.SequentialLR)
     milestones = state.get("_milestones")
-    between = isinstance(milestones, list | tuple) and len(milestones) == len(held) - 1
-    if isinstance(item, lr_scheduler.SequentialLR) and not between:
+    if is_sequence and not (isinstance(milestones, list | tuple) and len(milestones) == len(held) - 1):
         raise CheckpointError(
             f"the state of a {name} of {len(held)} schedulers has other milestones: {milestones!r:.40}"
         )
-    for each, own in zip(held, inner, strict=True):
-        check_scheduler(each, own)
+    for number, (each, own) in enumerate(zip(held, inner, strict=True)):
+        check_scheduler(each, own, begins_later=is_sequence and number > 0)
 
 
 def parts_of(item: object) -> Iterator[object]:
@@ -108,13 +121,13 @@ def _is_ours(what: type | Callable[..., object]) -> bool:
 def _can_use(key: str, value: object, now: object, *, is_known: bool) -> bool:
     """Whether a value may take the place of what a scheduler has under this name."""
     if key in _COUNTS:
-        return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_COUNT < value < MAX_COUNT
+        return isinstance(value, int | float) and not isinstance(value, bool) and -_DEEPEST <= value < MAX_COUNT
     if key == "_last_lr":
         return isinstance(value, list | tuple) and all(is_number(one) and _is_finite(one) for one in value)
     if not is_known or key == "_schedulers":
         return True
-    if key == "default_min_lr" and value is None:
-        return True
+    if key == "default_min_lr":
+        return value is None or (is_number(value) and _is_finite(value))
     if key in ("cycle_momentum", "use_beta1") and value and not now:
         return False  # the groups have no such option
     return _is_like(key, value, now)

@@ -13,6 +13,9 @@ from shardwise.errors import StateError
 
 __all__ = ["ClosedForm"]
 
+_MOST = 1 << 62
+_DEEPEST = 64  # schedulers within torch's SequentialLR, which takes one from the count of those that have not begun
+
 # [Note: step 0]
 # Building a schedule sets the rate of the first update. The values are those of DeepSpeed 0.19.8, whose formulas have
 # their origin one update later: it counts from -1, and at -1 the warm-ups answer with a constant of their own. Here
@@ -53,11 +56,14 @@ class ClosedForm(LRScheduler):
         found, expected = state_dict.get("schedule"), type(self).__name__
         if found != expected:
             raise StateError(f"scheduler.load_state_dict: the state is of {found}, this scheduler is {expected}")
-        for key, least in (("last_epoch", -1), ("step_count", 0)):  # -1: torch's SequentialLR has not begun with it
-            if type(state_dict.get(key)) is not int or state_dict[key] < least:
-                raise StateError(f"scheduler.load_state_dict: {key} is {state_dict.get(key)!r:.80}, no count")
+        for key in ("last_epoch", "step_count"):
+            count = state_dict.get(key)
+            if type(count) is not int or not -_DEEPEST <= count < _MOST:
+                raise StateError(f"scheduler.load_state_dict: {key} is {count!r:.80}, no count")
         last_lr = state_dict.get("last_lr")
-        if not isinstance(last_lr, list | tuple) or any(type(lr) not in (int, float) for lr in last_lr):
+        if not isinstance(last_lr, list | tuple) or not all(
+            type(r) in (int, float) and abs(r) < _MOST for r in last_lr
+        ):
             raise StateError(f"scheduler.load_state_dict: last_lr is {last_lr!r:.80}, no list of numbers")
         num_groups = len(self.optimizer.param_groups)
         if len(last_lr) != num_groups:
@@ -70,7 +76,7 @@ class ClosedForm(LRScheduler):
 
     def set_rates(self) -> None:
         """Give the optimizer's groups what this schedule has for the present step, whatever they hold."""
-        for group, rate in zip(self.optimizer.param_groups, self.lrs_at(self.last_epoch), strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.lrs_at(max(self.last_epoch, 0)), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
