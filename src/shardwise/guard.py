@@ -35,6 +35,7 @@ _METADATA = frozenset(
 _GRADIENT_METADATA = frozenset(
     {"shape", "dtype", "requires_grad", "ndim", "dim", "size", "numel", "grad_fn", "is_leaf"}
 )
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 _CONVERSIONS = MappingProxyType(
     {
         "float": torch.float32,
@@ -88,7 +89,7 @@ class ShardedParameter(nn.Parameter):
         kind = ""
         if name in ("__get__", "__set__", "__delete__"):
             kind, name = name, _attribute(func)
-        if func is torch.autograd.grad:  # runs a whole backward, in which the guard must stay on
+        if func in _BACKWARDS:  # runs a whole backward, in which the guard must stay on
             return func(*_gradient_edges(args), **_gradient_edges(kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if name == "grad" and kind:

@@ -291,3 +291,48 @@ def test_nothing_computed_again_outlives_the_backward(stage: int, nested: bool) 
         return sum(ref() is not None for ref in model.seen)  # while the loss keeps its graph
 
     assert run_ranks(2, body) == [0, 0]
+
+
+class Inside(nn.Module):
+    """A unit with a region in it: a backward reads its weights as they are, not as they were saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x)
+
+
+def by_backward(loss: Tensor, params: list[nn.Parameter]) -> None:
+    loss.backward(inputs=params)  # type: ignore[no-untyped-call]
+
+
+def by_several(loss: Tensor, params: list[nn.Parameter]) -> None:
+    other = torch.zeros((), requires_grad=True)
+    torch.autograd.backward([loss, other], [torch.ones(()), torch.ones(())], inputs=[*params, other])
+
+
+@all_stages
+@pytest.mark.parametrize("run", [by_backward, by_several])
+@pytest.mark.parametrize("picks", [(0,), (2, 3), (0, 1, 2, 3)])
+def test_backward_by_parameters_computes_regions_with_whole_weights(
+    stage: int, run: Callable[[Tensor, list[nn.Parameter]], None], picks: tuple[int, ...]
+) -> None:
+    def grads_of(model: nn.Module) -> None:
+        params = list(model.parameters())
+        run(model(batch()).sum(), [params[pick] for pick in picks])
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = filled(nn.Sequential(Inside(), Inside()))
+        model = shardwise.shard(model, mesh, stage=stage, units=lambda module: isinstance(module, Inside))
+        grads_of(model)
+        return shardwise.full_gradients(model)
+
+    plain = filled(nn.Sequential(Inside(), Inside()))
+    grads_of(plain)
+    expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    assert len(expected) == len(picks)
+    for found in run_ranks(2, body):
+        torch.testing.assert_close({name: grad for name, grad in found.items() if name in expected}, expected)
+        assert all(found[name] is None or not found[name].any() for name in found if name not in expected)

@@ -14,6 +14,7 @@ from shardwise.testing.graphs import BOX_KINDS, LEAF_KINDS, Again, Box, Graph, L
 from .schedules import (
     AutogradGrad,
     Backward,
+    BackwardInputs,
     Case,
     Clip,
     Edit,
@@ -38,6 +39,12 @@ REGRESSIONS = {
         Graph((Box("list", (Leaf(),)), Box("checkpoint", (Leaf(),)))),
         Setup(prefetch=0, keep_last_unit=False),
         (Forward(), AutogradGrad(0, "parameters")),
+    ),
+    # so did a backward by guarded parameters, which torch hands to their class since 2.13
+    "backward_by_parameters_recomputes": Case(
+        Graph((Box("checkpoint", (Leaf(),)), Box("checkpoint", (Leaf(),)))),
+        Setup(policy="host"),
+        (Forward(), BackwardInputs()),
     ),
     # the recomputation of the second use was taken for that of the first
     "both_checkpoints_of_one_unit": Case(
