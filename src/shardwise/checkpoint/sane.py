@@ -17,7 +17,7 @@ from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.trial import WHAT_ADDS_STATE, Kept, base_of, kept_with, refusal_of, steps_like
 from shardwise.optim.shard import OptimizerLink
 
-__all__ = ["Tell", "check_options", "check_states", "is_like", "is_number"]
+__all__ = ["Tell", "check_options", "check_states", "is_finite", "is_like", "is_number"]
 
 Tell = Callable[[str, str], None]  # kind of problem, text
 
@@ -36,7 +36,7 @@ def check_options(link: OptimizerLink, number: int, index: int, options: Mapping
         if not is_like(value, default) and not _is_like_now(value, now.get(key)):
             odd = True
             tell("options of another kind", f"{key} {where} is {_shown(value)}")
-        elif base is not None and _numbers(default) and not _is_finite(value) and _is_finite(default):
+        elif base is not None and _numbers(default) and not is_finite(value) and is_finite(default):
             odd = True
             tell("options that are no finite numbers", f"{key} {where} is {_shown(value)}")
     if base is None or odd:
@@ -125,7 +125,7 @@ def _numbers(value: object) -> list[float]:
     return [float(one) for one in values if isinstance(one, int | float | Tensor) and not isinstance(one, bool)]
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Whether no number of an option is infinite or NaN."""
     return all(map(math.isfinite, _numbers(value)))
 

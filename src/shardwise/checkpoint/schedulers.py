@@ -4,23 +4,22 @@ Checked before the state is given. A class that loads in its own way knows itsel
 """
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.checkpoint.manifest import MAX_COUNT
-from shardwise.checkpoint.sane import is_like, is_number
+from shardwise.checkpoint.sane import is_finite, is_like, is_number
+from shardwise.checkpoint.trial import OURS
 from shardwise.errors import CheckpointError
+from shardwise.optim.closed_form import DEEPEST
 
 __all__ = ["check_scheduler", "parts_of"]
 
-_OURS = ("torch.optim.", "shardwise.optim.")
 _COUNTS = frozenset({"last_epoch", "_step_count"})
 _ABOVE_ZERO = frozenset({"step_size", "T_max", "T_0", "T_i", "T_mult", "total_size", "step_ratio", "start_factor"})
 _NEVER_REACHED = frozenset({"best", "mode_worse", "patience", "cooldown", "T_max", "step_size", "total_iters"})  # inf
@@ -39,7 +38,6 @@ _PER_GROUP = (
     lr_scheduler.CyclicLR,
 )
 _LISTS_PER_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums")
-_DEEPEST = 64  # schedulers within schedulers: torch takes one from last_epoch at each
 _WITH_STATES = ("_schedulers", "lr_lambdas", "_scale_fn_custom")
 _MOST_MILESTONES = 1 << 16  # torch writes each of them out
 
@@ -115,19 +113,19 @@ def parts_of(item: object) -> Iterator[object]:
 
 
 def _is_ours(what: type | Callable[..., object]) -> bool:
-    return what.__module__.startswith(_OURS)
+    return what.__module__.startswith(OURS)
 
 
 def _can_use(key: str, value: object, now: object, *, is_known: bool) -> bool:
     """Whether a value may take the place of what a scheduler has under this name."""
     if key in _COUNTS:
-        return isinstance(value, int | float) and not isinstance(value, bool) and -_DEEPEST <= value < MAX_COUNT
+        return isinstance(value, int | float) and not isinstance(value, bool) and -DEEPEST <= value < MAX_COUNT
     if key == "_last_lr":
-        return isinstance(value, list | tuple) and all(is_number(one) and _is_finite(one) for one in value)
+        return isinstance(value, list | tuple) and all(is_number(one) and is_finite(one) for one in value)
     if not is_known or key == "_schedulers":
         return True
     if key == "default_min_lr":
-        return value is None or (is_number(value) and _is_finite(value))
+        return value is None or (is_number(value) and is_finite(value))
     if key in ("cycle_momentum", "use_beta1") and value and not now:
         return False  # the groups have no such option
     return _is_like(key, value, now)
@@ -142,7 +140,7 @@ def _is_like(key: str, value: Any, now: object) -> bool:
     if isinstance(now, Counter):
         if not isinstance(value, Counter) or not all(type(count) is int and count > 0 for count in value.values()):
             return False
-        return value.total() <= _MOST_MILESTONES and all(is_number(one) and _is_finite(one) for one in value)
+        return value.total() <= _MOST_MILESTONES and all(is_number(one) and is_finite(one) for one in value)
     if isinstance(now, Mapping):
         return isinstance(value, Mapping) and all(one in value and _is_like(one, value[one], now[one]) for one in now)
     if isinstance(now, list | tuple):
@@ -156,8 +154,4 @@ def _is_like(key: str, value: Any, now: object) -> bool:
         return True
     if key in _ABOVE_ZERO and not value > 0:
         return False
-    return _is_finite(value) or (key in _NEVER_REACHED and value == value)
-
-
-def _is_finite(number: Any) -> bool:
-    return math.isfinite(number.item() if isinstance(number, Tensor) else number)
+    return is_finite(value) or (key in _NEVER_REACHED and value == value)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-__all__ = ["WHAT_ADDS_STATE", "Kept", "base_of", "kept_with", "refusal_of", "steps_like"]
+__all__ = ["OURS", "WHAT_ADDS_STATE", "Kept", "base_of", "kept_with", "refusal_of", "steps_like"]
 
-_OURS = ("torch.optim.", "shardwise.optim.")
+OURS = ("torch.optim.", "shardwise.optim.")
 WHAT_ADDS_STATE: Mapping[str, Any] = MappingProxyType({"amsgrad": True, "centered": True, "momentum": 0.9})
 
 
@@ -38,7 +38,7 @@ class Kept:
 def base_of(kind: type) -> type[Optimizer] | None:
     """Return the first class of torch's, or ours, that an optimizer's class is or is derived from."""
     for cls in kind.__mro__:
-        if cls.__module__.startswith(_OURS) and cls is not Optimizer and "step" in vars(cls):
+        if cls.__module__.startswith(OURS) and cls is not Optimizer and "step" in vars(cls):
             return cls if issubclass(cls, Optimizer) and not hasattr(cls, "_shardwise") else None
     return None
 

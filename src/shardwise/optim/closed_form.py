@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import StateError
 
-__all__ = ["ClosedForm"]
+__all__ = ["DEEPEST", "ClosedForm"]
 
 _MOST = 1 << 62
-_DEEPEST = 64  # schedulers within torch's SequentialLR, which takes one from the count of those that have not begun
+DEEPEST = 64  # schedulers within torch's SequentialLR, which takes one from the count of those that have not begun
 
 # [Note: step 0]
 # Building a schedule sets the rate of the first update. The values are those of DeepSpeed 0.19.8, whose formulas have
@@ -58,7 +58,7 @@ class ClosedForm(LRScheduler):
             raise StateError(f"scheduler.load_state_dict: the state is of {found}, this scheduler is {expected}")
         for key in ("last_epoch", "step_count"):
             count = state_dict.get(key)
-            if type(count) is not int or not -_DEEPEST <= count < _MOST:
+            if type(count) is not int or not -DEEPEST <= count < _MOST:
                 raise StateError(f"scheduler.load_state_dict: {key} is {count!r:.80}, no count")
         last_lr = state_dict.get("last_lr")
         if not isinstance(last_lr, list | tuple) or not all(
