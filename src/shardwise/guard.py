@@ -90,11 +90,11 @@ class ShardedParameter(nn.Parameter):
         if name in ("__get__", "__set__", "__delete__"):
             kind, name = name, _attribute(func)
         if func in _BACKWARDS:  # runs a whole backward, in which the guard must stay on
-            return func(*_gradient_edges(args), **_gradient_edges(kwargs))
+            return _run_backward(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "grad" and kind:
                 return _grad(func, kind, args)
-            if name in _METADATA or name == "backward":
+            if _is_torchs(func) and (name in _METADATA or name == "backward"):
                 return func(*args, **kwargs)
             if name == "register_post_accumulate_grad_hook":
                 raise StateError(f"{_name(args[0])}: {HOOK_ADVICE}")
@@ -243,6 +243,29 @@ def _grad(func: Callable[..., Any], kind: str, args: Sequence[Any]) -> Any:
     if not access.inside():
         access.discard_grad(param)
     return func(*args)
+
+
+def _is_torchs(func: Callable[..., Any]) -> bool:
+    """Whether a function's name means what torch means by it; a user's may be called ``size`` and read the data."""
+    return str(getattr(func, "__module__", None) or "torch").partition(".")[0] == "torch"
+
+
+def _run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``torch.autograd.grad`` or ``backward`` with places instead of guarded parameters, gradients with values.
+
+    Torch hands over the gradients by keyword, whoever called.
+    """
+    gradients = {key: _values(func.__name__, kwargs[key]) for key in ("grad_outputs", "grad_tensors") if key in kwargs}
+    return func(*_gradient_edges(args), **_gradient_edges({**kwargs, **gradients}))
+
+
+def _values(name: str, value: Any) -> Any:
+    """Replace guarded parameters by copies, which outlive the unit."""
+    if isinstance(value, ShardedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            _check(value, name, "", written=False)
+            return value.detach().clone()
+    return tuple(_values(name, item) for item in value) if isinstance(value, tuple | list) else value
 
 
 def _gradient_edges(value: Any) -> Any:

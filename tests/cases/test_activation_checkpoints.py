@@ -1,6 +1,7 @@
 """Regions that activation checkpoints compute again: once in a backward, as far as torch would, nothing kept."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.comm.base import Mesh
+from shardwise.errors import StateError
+from shardwise.testing.lanes import Instruments
 from shardwise.testing.ranks import run_ranks
 
 T = TypeVar("T")
@@ -336,3 +339,157 @@ def test_backward_by_parameters_computes_regions_with_whole_weights(
     for found in run_ranks(2, body):
         torch.testing.assert_close({name: grad for name, grad in found.items() if name in expected}, expected)
         assert all(found[name] is None or not found[name].any() for name in found if name not in expected)
+
+
+class Reading(nn.Module):
+    """A unit with a region that reads its weight in some way."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE, SIZE))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint(lambda x: self.read(x, self.weight), x)) + x
+
+
+def by_product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def by_vmap(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = torch.vmap(lambda column: x @ column, in_dims=1, out_dims=1)(weight)
+    return out
+
+
+def _scripted(function: Callable[..., Tensor], *examples: Tensor) -> Callable[..., Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(function, examples)  # type: ignore[no-any-return]
+
+
+SCRIPTED = _scripted(by_product, torch.ones(4, SIZE), torch.ones(SIZE, SIZE))
+
+
+def by_script(x: Tensor, weight: Tensor) -> Tensor:
+    return SCRIPTED(x, weight).sin()  # where torch ends the recomputation: it cannot inside a script
+
+
+def by_copy(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ torch.tensor(weight) + x @ x.new_tensor(weight)
+
+
+def size(weight: Tensor) -> Tensor:
+    """A function of the user's that torch has one of the same name of."""
+    if torch.overrides.has_torch_function_unary(weight):
+        return torch.overrides.handle_torch_function(size, (weight,), weight)  # type: ignore[no-any-return]
+    return weight.sin() + weight.new_tensor(weight.tolist())
+
+
+def by_own_function(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ size(weight)
+
+
+class Loss(Tensor):
+    """A subclass, of which torch switches its functions off while a method of it runs."""
+
+
+def as_loss(loss: Tensor) -> Tensor:
+    return loss.as_subclass(Loss)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@all_stages
+@pytest.mark.parametrize("end", [lambda loss: loss, as_loss], ids=["tensor", "subclass"])
+@pytest.mark.parametrize("read", [by_product, by_vmap, by_script, by_copy, by_own_function])
+def test_region_in_a_unit_reads_whole_weights_in_any_way(
+    stage: int, read: Callable[[Tensor, Tensor], Tensor], end: Callable[[Tensor], Tensor]
+) -> None:
+    def made() -> nn.Module:
+        return filled(nn.Sequential(nn.Linear(SIZE, SIZE), Reading(read), nn.Linear(SIZE, SIZE), Reading(read)))
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        late = Instruments("late")  # gathers come when they are waited for, and what is freed is NaN
+        units: Any = (Reading, nn.Linear)
+        model = shardwise.shard(made(), mesh, stage=stage, units=units, lanes=late.lanes, arena=late.arena)
+        end(model(batch()).sum()).backward()  # type: ignore[no-untyped-call]
+        return {name: grad for name, grad in shardwise.full_gradients(model).items() if grad is not None}
+
+    plain = made()
+    plain(batch()).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    assert any(grad.any() for grad in expected.values())
+    for found in run_ranks(2, body):
+        shared = {name: grad for name, grad in found.items() if name in expected or grad.any()}
+        torch.testing.assert_close(shared, expected)
+
+
+class Pulled(nn.Module):
+    """Its root's forward runs a backward by a weight of another unit, whose gradients are that weight again."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.first, self.second, self.by = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.second.weight
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            out = leaf.sin() * weight
+        if self.by == "outputs":
+            pulled, _ = torch.autograd.grad([out, weight], [leaf, weight], [weight, weight])
+        else:
+            pulled, _ = torch.autograd.grad(out, [leaf, weight], grad_outputs=weight)
+        return self.second(self.first(x) + pulled)  # type: ignore[no-any-return]
+
+
+@all_stages
+@pytest.mark.parametrize("by", ["outputs", "inputs"])
+def test_weights_among_the_gradients_of_a_backward_are_values(stage: int, by: str) -> None:
+    def body(mesh: Mesh) -> dict[str, Tensor | None]:
+        model = shardwise.shard(filled(Pulled(by)), mesh, stage=stage, units=nn.Linear)
+        model(batch()[:1].expand(SIZE, SIZE)).sum().backward()
+        if stage == 3:
+            bias, out = model.second.bias, batch()[0] * 2
+            with pytest.raises(StateError, match=r"second\.bias is sharded: grad\(\) needs the whole parameter"):
+                torch.autograd.grad([out], [bias], [bias])
+            with pytest.raises(StateError, match=r"second\.bias is sharded: backward\(\) needs the whole parameter"):
+                torch.autograd.backward([out], [bias], inputs=[bias])
+        return shardwise.full_gradients(model)
+
+    plain = filled(Pulled(by))
+    plain(batch()[:1].expand(SIZE, SIZE)).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)
+
+
+class Borrowing(nn.Module):
+    """Its root reads a weight of a unit through a function named as one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ size(self.layer.weight))  # type: ignore[no-any-return]
+
+
+@all_stages
+def test_function_of_the_user_named_as_one_of_torch_reads_a_whole_weight(stage: int) -> None:
+    def body(mesh: Mesh) -> dict[str, Tensor | None]:
+        late = Instruments("late")
+        model = shardwise.shard(
+            filled(Borrowing()), mesh, stage=stage, units=nn.Linear, lanes=late.lanes, arena=late.arena
+        )
+        if stage == 3:
+            with pytest.raises(StateError, match=r"layer\.weight is sharded: size\(\) needs the whole parameter"):
+                size(model.layer.weight)
+        model(batch()).sum().backward()
+        return shardwise.full_gradients(model)
+
+    plain = filled(Borrowing())
+    plain(batch()).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)

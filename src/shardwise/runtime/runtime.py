@@ -149,7 +149,10 @@ class Runtime:
             self.watch(Moment.BACKWARD_BEGINS, None)
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradients of a unit's outputs arrived: gather it, and the one before it.
+        """The gradients of a unit's outputs arrived: gather it and wait for it, and gather the one before it.
+
+        The wait is here, not at the first use: what an activation checkpoint inside the unit computes again may read
+        weights in ways that nothing of ours sees (``torch.vmap``, ``torch.tensor``, torch functions switched off).
 
         Autograd runs the nodes that were made last first. So every unit that began after this one ended is through,
         also if this rank's data left some of its weights without a gradient: it is reduced now, as on the other ranks.
@@ -162,6 +165,8 @@ class Runtime:
         backward = self._running()
         backward.horizon = min(backward.horizon, self.last_walk.last_end.get(unit.index, inf))
         self._reduce_passed()
+        if unit.index not in self.schedule.not_read_backward:
+            unit.wait()
 
     def use_done(self, unit: Unit, use: Use) -> None:
         """The input gradients of one use of a unit arrived."""
