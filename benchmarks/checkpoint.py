@@ -95,7 +95,8 @@ def main() -> None:
             [what, f"{per_gib('shardwise', key):.3f} s per GiB", f"{per_gib('shardwise', key) / save:.1%} of a save"]
             for what, key in (
                 ("background save: the call", "call"),
-                (f"background save: the call and what a step of {step:.1f} s takes longer", "lost"),
+                (f"background save: the call and what an update {step:.1f} s later has to copy aside", "stall"),
+                ("the same, and what that step takes longer because the save shares its cores", "lost"),
                 ("background save: the call and a step without computation, which copies all", "call and copy"),
             )
         ]

@@ -27,6 +27,7 @@ from torch import nn  # noqa: E402
 import shardwise  # noqa: E402
 from common.job import status_bytes  # noqa: E402
 from common.systems import adamw  # noqa: E402
+from shardwise.checkpoint.background import PendingSave  # noqa: E402
 
 WIDTH = 2112
 BYTES_PER_PARAM = 12  # fp32 parameter and two moments
@@ -121,9 +122,11 @@ def shardwise_system(folder: Path, mib: int) -> dict[str, float]:
     result = {"save": timed(lambda: shardwise.save_checkpoint(model, folder, tag="a"))}
     result["bytes"] = (folder / "a" / f"rank-{dist.get_rank():05d}.safetensors").stat().st_size
     step = statistics.median(timed(lambda: train_once(model, optimizer, BATCH)) for _ in range(3))
+    copies: list[float] = []
+    time_copies(copies)
     result["call"] = timed(lambda: shardwise.save_checkpoint(model, folder, tag="b", background=True))
     result["lost"] = result["call"] + timed(lambda: train_once(model, optimizer, BATCH)) - step
-    result["step"] = step
+    result["step"], result["stall"] = step, result["call"] + sum(copies)
     shardwise.wait_for_save(model)
     result["call and copy"] = timed(lambda: (save_again(model, folder), optimizer.step()))
     shardwise.wait_for_save(model)
@@ -141,6 +144,18 @@ def shardwise_system(folder: Path, mib: int) -> dict[str, float]:
         lambda: shardwise.load_checkpoint(model, folder, tag="b", rng=False, verify=False)
     )
     return result
+
+
+def time_copies(seconds: list[float]) -> None:
+    """Note how long each save in the background holds an update up, to copy aside what is not written yet."""
+    copy_aside = PendingSave._secure
+
+    def timed_copy(save: PendingSave) -> None:
+        start = time.perf_counter()
+        copy_aside(save)
+        seconds.append(time.perf_counter() - start)
+
+    PendingSave._secure = timed_copy  # type: ignore[method-assign]
 
 
 def save_again(model: nn.Module, folder: Path) -> None:

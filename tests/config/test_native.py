@@ -53,7 +53,7 @@ def test_batch_is_completed_from_what_is_given(given: tuple[str, ...], num_ranks
         ({"size": 12, "accumulation": 4}, "batch.size: 12 is not a multiple of batch.accumulation 4 * 2 ranks = 8"),
         (
             {"size": 32, "micro": 4, "accumulation": 2},
-            "batch.size: 32 is not batch.micro 4 * batch.accumulation 2 * 2 ranks = 16",
+            "batch.size: 32 is not batch.micro 4 * batch.accumulation 2 * 2 ranks = 16; it is right for 4 ranks",
         ),
         ({"accumulation": 2}, "batch.size: give it or batch.micro; neither is there"),
         ({"size": 0}, "batch.size: must be at least 1, got 0"),

@@ -152,11 +152,15 @@ def shortened(problems: Sequence[str]) -> list[str]:
     return [*problems[:SHOWN_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def _complete(given: BatchConfig, num_ranks: int, written: Written, problems: list[str]) -> Batch | None:
     """Compute what is not given; None when that is not possible, which becomes a problem."""
     size, micro, accumulation = given.size, given.micro, given.accumulation
     names = {name: written.names.get(f"batch.{name}", f"batch.{name}") for name in ("size", "micro", "accumulation")}
-    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    ranks = _ranks(num_ranks)
     if size is None and micro is None:
         if written.needs_batch or accumulation is not None:
             problems.append(f"{names['size']}: give it or {names['micro']}; neither is there")
@@ -183,7 +187,9 @@ def _complete(given: BatchConfig, num_ranks: int, written: Written, problems: li
         return Batch(size=size, micro=micro, accumulation=size // per_window)
     if size != per_window * accumulation:
         factors = f"{names['micro']} {show(micro)} * {names['accumulation']} {show(accumulation)} * {ranks}"
-        problems.append(f"{names['size']}: {show(size)} is not {factors} = {show(per_window * accumulation)}")
+        fitting, rest = divmod(size, micro * accumulation)
+        fits = "" if rest else f"; it is right for {_ranks(fitting)}"
+        problems.append(f"{names['size']}: {show(size)} is not {factors} = {show(per_window * accumulation)}{fits}")
         return None
     return Batch(size=size, micro=micro, accumulation=accumulation)
 
