@@ -256,7 +256,14 @@ def _run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     Torch hands over the gradients by keyword, whoever called.
     """
     gradients = {key: _values(func.__name__, kwargs[key]) for key in ("grad_outputs", "grad_tensors") if key in kwargs}
-    return func(*_gradient_edges(args), **_gradient_edges({**kwargs, **gradients}))
+    rest = {**kwargs, **gradients}
+    materialized = rest.get("materialize_grads") and [tensor for tensor in args[1] if isinstance(tensor, Tensor)]
+    if materialized and len(materialized) == len(args[1]):  # autograd does not do it for places
+        rest |= {"materialize_grads": False, "allow_unused": True}
+        found = func(*_gradient_edges(args), **_gradient_edges(rest))
+        pairs = zip(found, materialized, strict=True)
+        return tuple(torch.zeros_like(tensor, requires_grad=True) if g is None else g for g, tensor in pairs)
+    return func(*_gradient_edges(args), **_gradient_edges(rest))
 
 
 def _values(name: str, value: Any) -> Any:

@@ -172,13 +172,13 @@ class ModelHooks:
             return False
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        in_backward = backward_is_running()
+        in_backward, grad_enabled = backward_is_running(), torch.is_grad_enabled()
         recomputes = False
         if self._calls and unit.index == 0 and not in_backward and self._calls[0].unit is unit:
             self.abandon_calls()
         if in_backward:
             self.arm()
-            recomputes = unit.recomputes > 0 and not is_nonreentrant_recompute()
+            recomputes = grad_enabled and not is_nonreentrant_recompute()
             if recomputes:
                 self.runtime.recompute_begins(unit)
         elif not self._calls:
@@ -187,7 +187,6 @@ class ModelHooks:
             self.runtime.begin_root(records=torch.is_grad_enabled())
             self._find_lookups()
             self._check_tree()
-        grad_enabled = torch.is_grad_enabled()
         if not in_backward and not grad_enabled and self._calls and self._calls[0].grad_enabled:
             unit.recomputes += 1
         bindings = self.bindings[unit.index]

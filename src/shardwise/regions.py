@@ -5,6 +5,7 @@ saved-tensor hooks; the first packs what is not kept, the second computes the re
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,8 +20,12 @@ Regions = Sequence[weakref.ref[Callable[[Any], Tensor]]]  # alive as long as aut
 
 
 def regions_here() -> Regions:
-    """Return the regions in which this runs, the innermost first."""
-    return [weakref.ref(unpack) for pack, unpack in _all_hooks() if _maker(pack) == "_checkpoint_hook"]
+    """Return the regions in which this runs, the innermost first.
+
+    Not those in which a region is computed again: they do not wait for what this computes.
+    """
+    around = itertools.takewhile(lambda hooks: not is_recomputation(hooks[0]), _all_hooks())
+    return [weakref.ref(unpack) for pack, unpack in around if _maker(pack) == "_checkpoint_hook"]
 
 
 def is_recomputation(pack: Callable[[Tensor], Any]) -> bool:

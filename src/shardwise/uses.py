@@ -9,6 +9,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle
 
 
 def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, dataclasses and plain objects."""
+    """Yield the tensors in nested containers, dataclasses and plain objects, with slots or without."""
     if isinstance(value, Tensor):
         yield value
     elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | type):
@@ -125,3 +126,8 @@ def walk_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     else:
         for item in getattr(value, "__dict__", {}).values():
             yield from walk_tensors(item, depth - 1)
+        for kind in type(value).__mro__:
+            if "__slots__" in vars(kind):
+                slots = [name for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType)]
+                for name in slots:
+                    yield from walk_tensors(getattr(value, name, None), depth - 1)

@@ -347,10 +347,11 @@ class Reading(nn.Module):
     def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(SIZE, SIZE))
+        self.bias = nn.Parameter(torch.zeros(SIZE))
         self.read = read
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(checkpoint(lambda x: self.read(x, self.weight), x)) + x
+        return torch.tanh(checkpoint(lambda x: self.read(x, self.weight), x)) + self.bias + x
 
 
 def by_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -398,6 +399,45 @@ def as_loss(loss: Tensor) -> Tensor:
     return loss.as_subclass(Loss)
 
 
+class Slots:
+    __slots__ = "hidden"
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Slotted(Reading):
+    """Its result is in a slot."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Slots(super().forward(x))
+
+
+class Unpacking(nn.Sequential):
+    """Goes on with what is in the slots."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x).hidden
+        return x
+
+
+@all_stages
+def test_region_in_a_unit_whose_output_is_in_a_slot_reads_whole_weights(stage: int) -> None:
+    def body(mesh: Mesh) -> dict[str, Tensor | None]:
+        late = Instruments("late")
+        model = filled(Unpacking(Slotted(by_vmap), Slotted(by_vmap)))
+        model = shardwise.shard(model, mesh, stage=stage, units=Slotted, lanes=late.lanes, arena=late.arena)
+        model(batch()).sum().backward()
+        return shardwise.full_gradients(model)
+
+    plain = filled(Unpacking(Slotted(by_vmap), Slotted(by_vmap)))
+    plain(batch()).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @all_stages
 @pytest.mark.parametrize("end", [lambda loss: loss, as_loss], ids=["tensor", "subclass"])
@@ -436,7 +476,11 @@ class Pulled(nn.Module):
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             out = leaf.sin() * weight
-        if self.by == "outputs":
+        if self.by == "materialized":
+            other = self.first.bias
+            pulled, zeros = torch.autograd.grad(out.sum(), [leaf, other], allow_unused=True, materialize_grads=True)
+            pulled = pulled + zeros
+        elif self.by == "outputs":
             pulled, _ = torch.autograd.grad([out, weight], [leaf, weight], [weight, weight])
         else:
             pulled, _ = torch.autograd.grad(out, [leaf, weight], grad_outputs=weight)
@@ -444,7 +488,7 @@ class Pulled(nn.Module):
 
 
 @all_stages
-@pytest.mark.parametrize("by", ["outputs", "inputs"])
+@pytest.mark.parametrize("by", ["outputs", "inputs", "materialized"])
 def test_weights_among_the_gradients_of_a_backward_are_values(stage: int, by: str) -> None:
     def body(mesh: Mesh) -> dict[str, Tensor | None]:
         model = shardwise.shard(filled(Pulled(by)), mesh, stage=stage, units=nn.Linear)
@@ -460,6 +504,68 @@ def test_weights_among_the_gradients_of_a_backward_are_values(stage: int, by: st
     plain = filled(Pulled(by))
     plain(batch()[:1].expand(SIZE, SIZE)).sum().backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)
+
+
+class Forces(nn.Module):
+    """A region in which backwards run through units, as forces are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inside(), Pair()])
+
+    def forces(self, layer: nn.Module, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(sum(out.sum() for out in [*layer(place)]), place)
+        return force
+
+    def region(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = sum([*layer(x)]) + self.forces(layer, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.region, self.layers[0](x))  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """Units that reentrant checkpoints compute again, one of them twice, with a region inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Reading(by_vmap), Reading(by_vmap), Reading(by_vmap)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pick in (0, 1, 0, 2):
+            x = torch_checkpoint.checkpoint(self.layers[pick], x, use_reentrant=True)
+        return x
+
+
+@all_stages
+@pytest.mark.parametrize("kind", [Forces, Twice])
+@pytest.mark.parametrize("retain", [False, True])
+def test_backwards_and_reentrant_checkpoints_around_regions_in_units(
+    stage: int, kind: type[nn.Module], retain: bool
+) -> None:
+    def grads_of(model: nn.Module) -> Tensor:
+        x = batch()
+        loss = model(x).square().sum()
+        if retain:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    def body(mesh: Mesh) -> tuple[Tensor, dict[str, Tensor | None]]:
+        late = Instruments("late")
+        units: Any = (Reading, Inside, Pair)
+        model = shardwise.shard(filled(kind()), mesh, stage=stage, units=units, lanes=late.lanes, arena=late.arena)
+        return grads_of(model), shardwise.full_gradients(model)
+
+    plain = filled(kind())
+    expected = grads_of(plain), {name: param.grad for name, param in plain.named_parameters()}
     for found in run_ranks(2, body):
         torch.testing.assert_close(found, expected)
 

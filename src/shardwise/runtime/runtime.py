@@ -174,8 +174,8 @@ class Runtime:
         self._free_if_over(unit)
 
     def recompute_begins(self, unit: Unit) -> None:
-        """A reentrant checkpoint computes a unit again: its gradients will come once more."""
-        unit.recomputes -= 1
+        """A reentrant checkpoint computes a unit again, perhaps for a retained graph: gradients come once more."""
+        unit.recomputes = max(unit.recomputes - 1, 0)
         unit.delivered.clear()
 
     def grad_ready(self, unit: Unit, number: int, slot: int, grad: Tensor | None) -> None:
