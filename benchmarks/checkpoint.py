@@ -97,7 +97,7 @@ def main() -> None:
                 ("background save: the call", "call"),
                 (f"background save: the call and what an update {step:.1f} s later has to copy aside", "stall"),
                 ("the same, and what that step takes longer because the save shares its cores", "lost"),
-                ("background save: the call and a step without computation, which copies all", "call and copy"),
+                ("background save: the call and an update right after it, which copies the most", "call and copy"),
             )
         ]
         more += [

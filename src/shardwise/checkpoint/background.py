@@ -87,8 +87,8 @@ class PendingSave:
             self._met = 0.0
 
     def _secure(self) -> None:
-        """The state is about to change: copy what is not written yet."""
-        for held in self._held:
+        """The state is about to change: copy what is not written yet, the last first, to meet the one that writes."""
+        for held in reversed(self._held):
             held.secure()
 
     def _ask(self) -> None:
