@@ -1,6 +1,7 @@
 """Somebody holds a weight, or a view of it, beyond its unit's forward: nobody ever reads memory that was freed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ class Identity(OwnHooks):
     hooks = staticmethod(lambda: saved_tensors_hooks(lambda t: t, lambda t: t))
 
 
+class Closed(Identity):
+    """Its result is in a closure, so nothing says when a backward reaches it."""
+
+    def forward(self, x: Any) -> Any:
+        out = super().forward(x() if callable(x) else x)
+        return lambda: out
+
+
+class Opened(nn.Sequential):
+    """Opens the closure at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)()
+        return out
+
+
 class OnCpu(OwnHooks):
     hooks = staticmethod(save_on_cpu)
 
@@ -83,14 +100,15 @@ class Energy(Block):
 class Forces(nn.Module):
     """Takes gradients through blocks that are over, while the caller has grad mode off."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(WithGraph() for _ in range(3))
+        self.blocks = nn.ModuleList(WithGraph(closed) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = y = x.detach().requires_grad_(True)
         for block in self.blocks:
-            y = block(y)
+            out = block(y)
+            y = out() if callable(out) else out
         (force,) = torch.autograd.grad(y, x, torch.ones_like(y))
         return force
 
@@ -98,17 +116,19 @@ class Forces(nn.Module):
 class WithGraph(nn.Module):
     """Autograd saves its parameter itself, and no view of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.closed = closed
 
     @torch.enable_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin() * self.scale
+    def forward(self, x: Tensor) -> Any:
+        out = x.sin() * self.scale
+        return (lambda: out) if self.closed else out
 
 
-def make(block: type[nn.Module]) -> nn.Sequential:
-    model = nn.Sequential(*(block() for _ in range(3))).double()
+def make(block: Callable[[], nn.Module]) -> nn.Sequential:
+    model = (Opened if block is Closed else nn.Sequential)(*(block() for _ in range(3))).double()
     with torch.no_grad():
         for seed, param in enumerate(model.parameters()):
             param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.4)
@@ -129,7 +149,7 @@ def train(model: nn.Module, optimizer: Any, x: Callable[[int], list[Tensor]]) ->
 
 
 @all_stages
-@pytest.mark.parametrize("block", [InContext, Stashed, OwnHooks, Identity, OnCpu])
+@pytest.mark.parametrize("block", [InContext, Stashed, OwnHooks, Identity, Closed, OnCpu])
 def test_views_held_outside_a_forward_stay_readable(block: type[nn.Module], stage: int) -> None:
     def body(mesh: Mesh) -> dict[str, Tensor]:
         model = shardwise.shard(make(block), mesh, stage=stage, units=block, keep_last_unit=False)
@@ -158,15 +178,18 @@ def test_unit_that_switches_grad_mode_on_runs_without_it(stage: int) -> None:
 
 
 @all_stages
-def test_gradients_through_units_that_are_over_are_right_without_grad_mode(stage: int) -> None:
+@pytest.mark.parametrize("block", [Forces, partial(Forces, closed=True)], ids=["open", "closed"])
+def test_gradients_through_units_that_are_over_are_right_without_grad_mode(
+    stage: int, block: Callable[[], nn.Module]
+) -> None:
     def body(mesh: Mesh) -> Tensor:
-        model = shardwise.shard(make(Forces), mesh, stage=stage, units=WithGraph, keep_last_unit=False)
+        model = shardwise.shard(make(block), mesh, stage=stage, units=WithGraph, keep_last_unit=False)
         with torch.no_grad():
             out: Tensor = model(rows(0))
         return out
 
     with torch.no_grad():
-        expected = make(Forces)(rows(0))
+        expected = make(block)(rows(0))
     for out in run_ranks(2, body):
         torch.testing.assert_close(out, expected)
 
