@@ -143,6 +143,8 @@ def main() -> None:
     for variant in variants:
         run(variant, int(rank), Path(out))
     torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is written; threads that DeepSpeed leaves running can abort the end of the interpreter
 
 
 if __name__ == "__main__":

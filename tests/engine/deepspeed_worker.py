@@ -69,6 +69,9 @@ def main() -> None:
         norms.append(None if norm is None else float(norm))
     Path(out).write_text(json.dumps({"losses": losses, "norms": norms}))
     torch.distributed.destroy_process_group()
+    if peer == "deepspeed":
+        sys.stdout.flush()
+        os._exit(0)  # all is written; threads that DeepSpeed leaves running can abort the end of the interpreter
 
 
 main()
